@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from benchmarks.tables.text import table
 from samebits.mode import internals, rules
+from samebits.mode.vectors import in_whole_vectors
 
 
-def named(functions: Iterable[str | Callable[..., Any]]) -> str:
+def named(names: Iterable[str]) -> str:
     """Names of PyTorch's functions, each once. Operators are shown as symbols."""
-    names = [f if isinstance(f, str) else f.__name__ for f in functions]
     shown = ["@" if name == "__matmul__" else name for name in names]
     return ", ".join(f"`{name}`" for name in dict.fromkeys(shown) if not name.startswith("__"))
 
 
 def mode_replaced() -> str:
-    rows = ((named(row.functions), row.result, row.uncovered) for row in rules.REPLACED)
+    rows = ((named(rule.name for rule in row.rules), row.result, row.uncovered) for row in rules.REPLACED)
     return table(["PyTorch", "as", "not covered"], rows)
 
 
 def mode_vectors() -> str:
-    return ", ".join(f"`{name}`" for name in rules.WHOLE_VECTORS if not name.startswith("__"))
+    return named(rule.name for rule in rules.ELEMENTWISE if rule.each is in_whole_vectors)
 
 
 def mode_reported() -> str:

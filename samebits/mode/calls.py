@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from samebits.mode.arguments import as_pytorch, takes, tensors_of, without_autocast
+from samebits.mode.functions import NAMES
 from samebits.mode.operators import name_of
-from samebits.mode.rules import NAMES
 from samebits.ops._operator import as_no_view
 from samebits.remedies import see
 

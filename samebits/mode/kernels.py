@@ -19,10 +19,10 @@ from torch._ops import OpOverload
 from samebits.backends.modes import CONTEXT, NAMES, RECORDED, include, includes, untraced
 from samebits.backends.replay import replayed
 from samebits.mode.calls import OnUncovered, inexact, into_out, outermost, report, returned, watched
-from samebits.mode.operators import Rule, operator_rules, outs
+from samebits.mode.functions import HIGHER_ORDER
+from samebits.mode.operators import OperatorRule, operator_rules, outs
 from samebits.mode.patches import called_by_engine, install
 from samebits.mode.recorded import was_recorded
-from samebits.mode.rules import HIGHER_ORDER
 from samebits.ops._operator import EXTRAORDINARY, thread
 
 __all__ = ["register_context", "register_process"]
@@ -90,11 +90,11 @@ def _beside_a_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _of_cpus(rule: Rule) -> bool:
+def _of_cpus(rule: OperatorRule) -> bool:
     return "CPU" in rule.keys and "CUDA" not in rule.keys
 
 
-def _at_backends(library: _Libraries, found: dict[OpOverload, Rule]) -> None:
+def _at_backends(library: _Libraries, found: dict[OpOverload, OperatorRule]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         # All at first: a kernel for a backend takes the place of what others compose for autograd.
@@ -123,7 +123,7 @@ def _in_contexts(library: _Libraries) -> None:
             library.impl(op, _in_backward(op, rule), NAMES[RECORDED])
 
 
-def _running(op: OpOverload, rule: Rule) -> Kernel:
+def _running(op: OpOverload, rule: OperatorRule) -> Kernel:
     """``run(replacement, args, kwargs)``, as a call of `op`."""
     has_out = bool(outs(op))
 
@@ -136,7 +136,7 @@ def _running(op: OpOverload, rule: Rule) -> Kernel:
     return run
 
 
-def _covered(op: OpOverload, rule: Rule) -> Kernel:
+def _covered(op: OpOverload, rule: OperatorRule) -> Kernel:
     """Its replacement."""
     run = _running(op, rule)
 
@@ -150,13 +150,13 @@ def _in_a_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _replayed(op: OpOverload, rule: Rule, call: Kernel, *questions: Callable[[], Any]) -> Kernel:
+def _replayed(op: OpOverload, rule: OperatorRule, call: Kernel, *questions: Callable[[], Any]) -> Kernel:
     """`call`, whose calls on GPUs are replayed if the replacement returns a new tensor."""
     returns_new = rule.replacement is not None and not op._schema.is_mutable
     return replayed(call, *EXTRAORDINARY, *questions) if returns_new else call
 
 
-def _answering(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
+def _answering(op: OpOverload, rule: OperatorRule, call: Kernel) -> Kernel:
     """This library's answer to a call of `op`. NotImplemented: PyTorch is to run it, and it was reported."""
     in_autograd, run = rule.in_autograd, _running(op, rule)
 
@@ -175,7 +175,7 @@ def _answering(op: OpOverload, rule: Rule, call: Kernel) -> Kernel:
     return answer
 
 
-def _in_context(op: OpOverload, rule: Rule) -> Kernel:
+def _in_context(op: OpOverload, rule: OperatorRule) -> Kernel:
     """The kernel in contexts. What it calls is PyTorch's own. A replay of it runs no Python at all."""
     by_caller = rule.in_autograd is not None  # then autograd may be who calls, in a backward
     answer = _answering(op, rule, _covered(op, rule))
@@ -195,7 +195,7 @@ def _in_context(op: OpOverload, rule: Rule) -> Kernel:
     return _replayed(op, rule, kernel, *((_in_a_backward,) if by_caller else ()))
 
 
-def _in_backward(op: OpOverload, rule: Rule) -> Kernel:
+def _in_backward(op: OpOverload, rule: OperatorRule) -> Kernel:
     """The kernel in backwards outside of contexts."""
     answer = _answering(op, rule, _replayed(op, rule, _covered(op, rule)))
 
@@ -213,7 +213,7 @@ def _in_backward(op: OpOverload, rule: Rule) -> Kernel:
     return kernel
 
 
-def _at_backend(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
+def _at_backend(op: OpOverload, rule: OperatorRule, key: str, own: Kernel) -> Kernel:
     """The kernel at a key that all threads have. It calls PyTorch's own where no mode is on."""
     below_autograd, of_cpus = not key.startswith("Autograd"), _of_cpus(rule)
     answer = _answering(op, rule, _replayed(op, rule, _covered(op, rule)))
@@ -242,7 +242,7 @@ def _at_backend(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
     return kernel
 
 
-def _above_autograd(op: OpOverload, rule: Rule, key: str, own: Kernel) -> Kernel:
+def _above_autograd(op: OpOverload, rule: OperatorRule, key: str, own: Kernel) -> Kernel:
     """As :func:`_at_backend`, where a call's arguments decide the result. A replay changes no modes."""
     call = _covered(op, rule)
 

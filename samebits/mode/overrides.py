@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samebits.backends import chosen_backend
 from samebits.mode.arguments import as_pytorch, records, takes
 from samebits.mode.products import in_place
 from samebits.mode.vectors import in_whole_vectors
@@ -25,7 +26,7 @@ from samebits.ops.activation import activation, gelu
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.cross_entropy import cross_entropy as cross_entropy_of_rows
 from samebits.ops.embedding import copied_rows, embedding
-from samebits.ops.expand import expand
+from samebits.ops.expand import expand, sum_over_broadcast
 from samebits.ops.layout import in_memory_order
 from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
@@ -104,6 +105,21 @@ def cross_entropy(
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
+def cross_entropy_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """The operator below :func:`cross_entropy`."""
+    by_name = ("none", "mean", "sum")[reduction]
+    return cross_entropy(
+        input, target, weight, None, ignore_index, None, by_name, label_smoothing=label_smoothing
+    )
+
+
 def layer_norm_(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -165,6 +181,18 @@ _other_sigmoid = in_whole_vectors(torch.sigmoid)
 
 def sum_(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     return _reduced(sum, _autocast(input), dim, keepdim, dtype)
+
+
+def sum_of_gradients(
+    input: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """A gradient's sum over the dimensions in which its tensor was broadcast."""
+    if not takes(input) or dtype is not None or input.ndim == 0:
+        return NotImplemented
+    chosen_backend(input.device.type, "sum")
+    summed = {d % input.ndim for d in dim} if dim else set(range(input.ndim))
+    total = sum_over_broadcast(input, [1 if d in summed else n for d, n in enumerate(input.shape)])
+    return total if keepdim else total.reshape([n for d, n in enumerate(input.shape) if d not in summed])
 
 
 def mean_(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:

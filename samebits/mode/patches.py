@@ -18,7 +18,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -41,6 +41,7 @@ from samebits.remedies import see
 
 __all__ = [
     "AUTOGRAD_CACHE",
+    "ask_about",
     "asks",
     "called_by_engine",
     "install",
@@ -455,6 +456,13 @@ def stance() -> str:
 
     found: str = torch._dynamo.eval_frame._stance.stance
     return found
+
+
+def ask_about(functions: Iterable[Callable[..., Any]]) -> None:
+    """Let ``torch.compile`` ask modes about these functions, too, from now on."""
+    from torch._dynamo.variables.torch import get_overridable_functions
+
+    get_overridable_functions().update(functions)
 
 
 def run_eagerly() -> Any:

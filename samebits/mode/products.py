@@ -260,3 +260,7 @@ def einsum_(equation: str, *operands: Any) -> Any:
         if not isinstance(equation, str) or not takes(*operands)
         else einsum(equation, *operands)
     )
+
+
+def einsum_operator(equation: str, tensors: Sequence[Tensor], path: Any = None) -> Any:
+    return einsum_(equation, *tensors)  # from left to right, whatever the path

@@ -1,19 +1,21 @@
-"""The rules of ``samebits.batch_invariant``: which functions of PyTorch are replaced, and by what.
+"""The rules of ``samebits.batch_invariant``: what becomes of each function of PyTorch's.
 
-* :mod:`samebits.mode.products` and :mod:`samebits.mode.overrides` have replacements.
-* :mod:`samebits.mode.pointwise` computes elementwise functions in whole vectors, or broadcasts with a
-  gradient.
-* Python functions that call other functions are followed into (:data:`BODIES`).
-* Functions whose rows depend on the batch, and which have no replacement, are reported (:data:`REPORTED`).
+:data:`RULES` has one :class:`Rule` for a function. Two modules derive from them what the mode's forms ask:
+:mod:`samebits.mode.functions` by function, for code that ``torch.compile`` traces, and
+:mod:`samebits.mode.operators` by operator, for PyTorch's dispatcher. What has no rule is left to PyTorch.
 
-All other functions are left to PyTorch. The tables of ``docs/mode.md`` are written from :data:`REPLACED` and
-the lists below.
+* :mod:`samebits.mode.products`, :mod:`~samebits.mode.overrides`, :mod:`~samebits.mode.indexing` and
+  :mod:`~samebits.mode.windows` have replacements. The tables of ``docs/mode.md`` are written from
+  :data:`REPLACED` and :data:`REPORTED`.
+* :mod:`samebits.mode.pointwise` makes those of elementwise functions: they compute in whole vectors, or
+  broadcast with a gradient.
+* Functions whose rows depend on the batch, and which have no replacement, are reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,253 +23,572 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits.mode import indexing, overrides, products, windows
+from samebits.mode.optimizers import step_in_whole_vectors
 from samebits.mode.pointwise import (
     broadcasting,
     complex_in_whole_vectors,
     cross_entropy_of_logits,
+    loss_gradient_in_whole_vectors,
+    scaling_in_whole_vectors,
 )
 from samebits.mode.vectors import in_whole_vectors
 
-__all__ = [
-    "ACCUMULATING",
-    "ALIASES",
-    "BODIES",
-    "COMPLEX_WHOLE_VECTORS",
-    "ELEMENTWISE",
-    "HIGHER_ORDER",
-    "NAMES",
-    "NAMES_OF_SUMS",
-    "POWERS",
-    "REPLACED",
-    "REPLACEMENTS",
-    "REPORTED",
-    "REPORTED_NAMES",
-    "SUMS",
-    "TAKE_OUT",
-    "UNCOVERED",
-    "UNTRACED",
-    "VIEWS",
-    "WHOLE_VECTORS",
-    "full_name",
-    "is_direct",
-    "unless",
-]
+__all__ = ["BACKENDS", "ELEMENTWISE", "REPLACED", "REPORTED", "RULES", "Rule"]
+
+Replacement = Callable[..., Any]
+
+BACKENDS = ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")
+"""Keys of PyTorch's dispatcher."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What becomes of a function of PyTorch's, and of the operators below it.
+
+    Attributes:
+        name: of the function. Without `functions` it stands for all functions with that name.
+        replacement: takes the function's arguments but ``out``, and returns NotImplemented for those that are
+            not covered.
+        example: a call of it, for tests, which have the tensors ``t``: a batch ``t.x[B, 6, 8]``, and others.
+        functional: the replacement of ``torch.nn.functional``'s function, where that takes other arguments.
+        functions: the only functions that it is for.
+        operators: the names of the operators. None: the function's, also as a special function. Empty: they
+            have no rule, since what they call has one, or since they are reported by a pattern.
+        as_operator: the replacement of the operators, where they take other arguments.
+        in_autograd: the replacement of calls by which autograd itself reduces gradients.
+        each: makes the replacement of every function with the name, from it and, for one that writes into its
+            first argument, from the function that computes.
+        each_operator: the same for operators.
+        unless: an argument, and its position. The function is covered, by itself, unless that is given.
+        keys: of the dispatcher, at which the rule holds in the process. In contexts it holds for all tensors,
+            or for those on a CPU, if it has keys for them alone.
+        sums: it computes in the dtype of ``out``.
+        is_view: its result may be a view of its argument.
+        moves: it only copies values, so a call of its operator by name is not reported.
+        of_gradients: the operators by which autograd adds up gradients.
+        label: the name for messages, if PyTorch shows the function elsewhere.
+    """
+
+    name: str
+    replacement: Replacement | None = None
+    example: Callable[[Any], Any] | None = None
+    functional: Replacement | None = None
+    functions: tuple[Callable[..., Any], ...] = ()
+    operators: tuple[str, ...] | None = None
+    as_operator: Replacement | None = None
+    in_autograd: Replacement | None = None
+    each: Callable[..., Replacement] | None = None
+    each_operator: Callable[..., Replacement] | None = None
+    unless: tuple[str, int] | None = None
+    keys: tuple[str, ...] = BACKENDS
+    sums: bool = False
+    is_view: bool = False
+    moves: bool = False
+    of_gradients: tuple[str, ...] = ()
+    label: str = ""
+
+    @property
+    def reported(self) -> bool:
+        """Whether all calls are, since nothing replaces them."""
+        return not (self.replacement or self.each or self.each_operator or self.unless)
 
 
 class Row(NamedTuple):
-    """Functions of PyTorch and their replacements: a row of the table in ``docs/mode.md``.
+    """Functions that are replaced: a row of the table in ``docs/mode.md``.
 
     Attributes:
-        functions: the replacement of each function. A name stands for all functions of PyTorch with that
-            name.
-        result: what the replacements compute.
-        uncovered: the arguments for which the functions are reported instead.
+        result: what their replacements compute.
+        uncovered: the arguments for which they are reported instead.
     """
 
-    functions: Mapping[str | Callable[..., Any], Callable[..., Any]]
+    rules: tuple[Rule, ...]
     result: str
     uncovered: str = ""
 
 
 REPLACED = (
     Row(
-        {
-            "mm": products.mm,
-            "bmm": products.bmm_,
-            "matmul": products.matmul_,
-            "__matmul__": products.matmul_,
-            "__rmatmul__": products.rmatmul,
-            "mv": products.mv,
-            "dot": products.dot,
-            "linear": products.linear_,
-        },
+        (
+            Rule("mm", products.mm, lambda t: torch.mm(t.x[:, 0], t.m8)),
+            Rule("bmm", products.bmm_, lambda t: torch.bmm(t.x, t.batch_of_m8)),
+            Rule("matmul", products.matmul_, lambda t: torch.matmul(t.x, t.m8)),
+            Rule("__matmul__", products.matmul_, lambda t: t.x @ t.m8),
+            Rule("__rmatmul__", products.rmatmul, lambda t: t.x.__rmatmul__(t.m6)),
+            Rule("mv", products.mv, lambda t: torch.mv(t.x[:, 0], t.v8)),
+            Rule("dot", products.dot, lambda t: torch.dot(t.x[:, 0, 0], t.x[:, 0, 1])),
+            Rule("linear", products.linear_, lambda t: F.linear(t.x, t.w, t.v8[:5])),
+        ),
         "`samebits.matmul`, `bmm`, `linear`",
     ),
     Row(
-        {
-            "addmm": products.addmm,
-            "addmm_": products.in_place(products.addmm),
-            "baddbmm": products.baddbmm,
-            "baddbmm_": products.in_place(products.baddbmm),
-        },
+        (
+            Rule(
+                "addmm",
+                products.addmm,
+                lambda t: torch.addmm(t.v8, t.x[:, 0], t.m8) + torch.addmm(t.v8, t.x[:, 0], t.m8, alpha=0.5),
+            ),
+            Rule(
+                "addmm_", products.in_place(products.addmm), lambda t: (t.x[:, 0] * 1).addmm_(t.x[:, 1], t.m8)
+            ),
+            Rule("baddbmm", products.baddbmm, lambda t: torch.baddbmm(t.v8, t.x, t.batch_of_m8, beta=0.5)),
+            Rule(
+                "baddbmm_",
+                products.in_place(products.baddbmm),
+                lambda t: (t.x * 1).baddbmm_(t.x, t.batch_of_m8),
+            ),
+        ),
         "a bias that is a vector: as in `linear`. Otherwise beta · input + alpha · product in float32,"
         " rounded once",
     ),
     Row(
-        {"_grouped_mm": products.grouped_mm_},
+        (Rule("_grouped_mm", products.grouped_mm_),),
         "`samebits.grouped_mm`, for `F.grouped_mm`, too; rows of no group are +0",
     ),
     Row(
-        {"_scaled_mm_v2": products.scaled_mm_},
+        (Rule("_scaled_mm_v2", products.scaled_mm_),),
         "`samebits.scaled_mm`, for `F.scaled_mm`: [FP8](contract.md#fp8)",
         "scales in blocks of 16 or 32, swizzled ones and pairs of them; scales that span rows of the first"
         " operand are refused",
     ),
     Row(
-        {"_scaled_grouped_mm_v2": products.scaled_grouped_mm_},
+        (Rule("_scaled_grouped_mm_v2", products.scaled_grouped_mm_),),
         "`samebits.scaled_grouped_mm`, for `F.scaled_grouped_mm`, of groups of rows; rows of no group are +0",
         "groups of terms, and what `_scaled_mm_v2` does not cover",
     ),
-    Row({"einsum": products.einsum_}, "products of pairs, always from left to right"),
     Row(
-        {
-            "softmax": overrides.softmax_,
-            "log_softmax": overrides.log_softmax_,
-            F.softmax: overrides.functional_softmax,
-            F.log_softmax: overrides.functional_log_softmax,
-            "logsumexp": overrides.logsumexp_,
-        },
+        (
+            Rule(
+                "einsum",
+                products.einsum_,
+                lambda t: (
+                    torch.einsum("btd,ed->bte", t.x, t.w) + torch.einsum("btd,bsd->bts", t.x, t.x[:, :5])
+                ),
+                as_operator=products.einsum_operator,
+            ),
+        ),
+        "products of pairs, always from left to right",
+    ),
+    Row(
+        (
+            Rule(
+                "softmax",
+                overrides.softmax_,
+                lambda t: t.x.softmax(-1) + torch.softmax(t.x, 1),
+                functional=overrides.functional_softmax,
+            ),
+            Rule(
+                "log_softmax",
+                overrides.log_softmax_,
+                lambda t: t.x.log_softmax(-1) + F.log_softmax(t.x, 1),
+                functional=overrides.functional_log_softmax,
+            ),
+            Rule(
+                "logsumexp",
+                overrides.logsumexp_,
+                lambda t: torch.logsumexp(t.x, -1) + t.x.logsumexp((1, 2), True)[:, 0],
+            ),
+        ),
         "[row reductions](contract.md#row-reductions)",
     ),
     Row(
-        {"cross_entropy": overrides.cross_entropy},
+        (
+            Rule(
+                "cross_entropy",
+                overrides.cross_entropy,
+                lambda t: F.cross_entropy(t.x[:, 0], t.x[:, 0].detach().argmax(-1), reduction="none"),
+                operators=("cross_entropy_loss",),
+                as_operator=overrides.cross_entropy_loss,
+            ),
+        ),
         "log-softmax, then the losses summed as a row; of a float32 matrix by `samebits.logp`, whose"
         " gradients are those of [log-probabilities](contract.md#log-probabilities)",
         "class weights, label smoothing, probabilities as targets",
     ),
     Row(
-        {torch.binary_cross_entropy_with_logits: cross_entropy_of_logits},
+        (
+            Rule(
+                "binary_cross_entropy_with_logits",
+                cross_entropy_of_logits,
+                lambda t: F.binary_cross_entropy_with_logits(t.x, t.x.detach().sigmoid(), reduction="none"),
+                functions=(torch.binary_cross_entropy_with_logits,),
+            ),
+        ),
         "elementwise, then the losses summed as a row",
     ),
     Row(
-        {"layer_norm": overrides.layer_norm_, "rms_norm": overrides.rms_norm_},
+        (
+            Rule(
+                "layer_norm",
+                overrides.layer_norm_,
+                lambda t: F.layer_norm(t.x, (8,), t.v8, t.v8) + F.layer_norm(t.x, (6, 8)),
+            ),
+            Rule("rms_norm", overrides.rms_norm_, lambda t: F.rms_norm(t.x, (8,), t.v8)),
+        ),
         "row reductions; gradients of weights over tokens",
     ),
     Row(
-        {
-            "sum": overrides.sum_,
-            "mean": overrides.mean_,
-            "nansum": overrides.nansum,
-            "nanmean": overrides.nanmean,
-            "sum_to_size": overrides.sum_to_size,
-        },
+        (
+            Rule(
+                "sum",
+                overrides.sum_,
+                lambda t: t.x.sum(-1) + t.x.sum((1, 2))[:, None],
+                in_autograd=overrides.sum_of_gradients,
+                sums=True,
+                of_gradients=("sum",),
+            ),
+            Rule("mean", overrides.mean_, lambda t: t.x.mean(-1) + t.x.mean(1)[:, :6], sums=True),
+            Rule("nansum", overrides.nansum, lambda t: t.x.nansum(-1), sums=True),
+            Rule("nanmean", overrides.nanmean, lambda t: t.x.nanmean(-1), sums=True),
+            Rule(
+                "sum_to_size",
+                overrides.sum_to_size,
+                lambda t: t.x.sum_to_size(t.x.shape[0], 6, 1),
+                operators=(),
+            ),
+        ),
         "row reductions",
     ),
     Row(
-        {
-            "var": overrides.var_,
-            "std": overrides.std_,
-            "var_mean": overrides.var_mean,
-            "std_mean": overrides.std_mean,
-            "norm": overrides.norm,
-            torch.linalg.norm: overrides.linalg_norm,
-            torch.linalg.vector_norm: overrides.linalg_vector_norm,
-            torch._foreach_norm: overrides.foreach_norm,
-        },
+        (
+            Rule("var", overrides.var_, lambda t: t.x.var(-1) + t.x.var((1, 2), keepdim=True)[:, 0]),
+            Rule("std", overrides.std_, lambda t: t.x.std(-1)),
+            Rule("var_mean", overrides.var_mean, lambda t: torch.var_mean(t.x, -1)[0]),
+            Rule("std_mean", overrides.std_mean, lambda t: torch.std_mean(t.x, -1)[1]),
+            Rule("norm", overrides.norm, lambda t: t.x.norm(dim=-1) + torch.norm(t.x, 1, -1)),
+            Rule(
+                "linalg_norm",
+                overrides.linalg_norm,
+                lambda t: torch.linalg.norm(t.x, dim=-1),
+                functions=(torch.linalg.norm,),
+            ),
+            Rule(
+                "linalg_vector_norm",
+                overrides.linalg_vector_norm,
+                lambda t: torch.linalg.vector_norm(t.x, dim=-1),
+                functions=(torch.linalg.vector_norm,),
+            ),
+            Rule("_foreach_norm", overrides.foreach_norm, lambda t: torch._foreach_norm([t.x[0], t.x[1]])[0]),
+        ),
         "row reductions",
         "norms of other orders than 0 (without gradients), 1, 2 and ±∞, and of matrices",
     ),
     Row(
-        {F.embedding: overrides.functional_embedding, torch.embedding: overrides.embedding_},
+        (
+            Rule(
+                "embedding",
+                overrides.embedding_,
+                lambda t: F.embedding((t.x.detach() > 0).long(), t.m8),
+                functional=overrides.functional_embedding,
+            ),
+        ),
         "the same rows; a gradient in token order",
         "`max_norm`, `scale_grad_by_freq`, `sparse`",
     ),
     Row(
-        {"scaled_dot_product_attention": overrides.attention_},
+        (
+            Rule(
+                "scaled_dot_product_attention",
+                overrides.attention_,
+                lambda t: F.scaled_dot_product_attention(*(t.x[:, None],) * 3, is_causal=True),
+            ),
+        ),
         "[attention](contract.md#attention) with causal, boolean and float masks, and `enable_gqa`",
         "dropout; a mask with `is_causal` is refused, as by PyTorch on a GPU",
     ),
     Row(
-        {"expand": overrides.expand_, "expand_as": overrides.expand_as},
+        (
+            Rule(
+                "expand",
+                overrides.expand_,
+                lambda t: t.x[:, :1].expand(-1, 6, 8) * t.x,
+                is_view=True,
+                operators=(),
+                moves=True,
+            ),
+            Rule(
+                "expand_as",
+                overrides.expand_as,
+                lambda t: t.x[:, :1].expand_as(t.x) * t.x,
+                is_view=True,
+                operators=(),
+                moves=True,
+            ),
+        ),
         "themselves; what was broadcast gets a gradient in token order, in all functions that broadcast",
         "in a context that a compiled function enters by itself: other functions than these and +, −, ·, /",
     ),
     Row(
-        {"conv1d": windows.conv1d, "conv2d": windows.conv2d, "conv3d": windows.conv3d},
+        (
+            Rule("conv1d", windows.conv1d, lambda t: F.conv1d(t.x, t.taps, padding=1)),
+            Rule("conv2d", windows.conv2d, lambda t: F.conv2d(t.pictures, t.taps[:, :, None])),
+            Rule("conv3d", windows.conv3d, lambda t: F.conv3d(t.clips, t.taps[:, :, None, None])),
+        ),
         "[convolutions](contract.md#convolutions): products of what a window sees; sums over positions that"
         " begin anew at each row of the batch",
         "transposed ones",
     ),
     Row(
-        {
-            **{f"avg_pool{d}d": getattr(windows, f"avg_pool{d}d") for d in (1, 2, 3)},
-            **{f"adaptive_avg_pool{d}d": getattr(windows, f"adaptive_avg_pool{d}d") for d in (1, 2, 3)},
-        },
+        (
+            Rule("avg_pool1d", windows.avg_pool1d, lambda t: F.avg_pool1d(t.x, 2)),
+            Rule("avg_pool2d", windows.avg_pool2d, lambda t: F.avg_pool2d(t.pictures, 3, 2, 1)),
+            Rule("avg_pool3d", windows.avg_pool3d, lambda t: F.avg_pool3d(t.clips, 2)),
+            Rule("adaptive_avg_pool1d", windows.adaptive_avg_pool1d, lambda t: F.adaptive_avg_pool1d(t.x, 3)),
+            Rule(
+                "adaptive_avg_pool2d",
+                windows.adaptive_avg_pool2d,
+                lambda t: F.adaptive_avg_pool2d(t.pictures, (2, 3)),
+            ),
+            Rule(
+                "adaptive_avg_pool3d",
+                windows.adaptive_avg_pool3d,
+                lambda t: F.adaptive_avg_pool3d(t.clips, (2, 3, 3)),
+            ),
+        ),
         "[means](contract.md#convolutions) over windows, and rows of what a part of a picture has",
     ),
     Row(
-        {
-            torch._C._nn.upsample_linear1d: windows.upsample("upsample_linear1d", 1),
-            torch._C._nn.upsample_bilinear2d: windows.upsample("upsample_bilinear2d", 2),
-            torch._C._nn.upsample_trilinear3d: windows.upsample("upsample_trilinear3d", 3),
-            torch._C._nn.upsample_bicubic2d: windows.upsample("upsample_bicubic2d", 2, "cubic"),
-            **{
-                getattr(torch._C._nn, name): windows.upsample_nearest(name, d)
-                for d in (1, 2, 3)
-                for name in (f"upsample_nearest{d}d", f"_upsample_nearest_exact{d}d")
-            },
-        },
+        (
+            Rule(
+                "upsample_linear1d",
+                windows.upsample("upsample_linear1d", 1),
+                lambda t: F.interpolate(t.x, scale_factor=1.5, mode="linear"),
+                functions=(torch._C._nn.upsample_linear1d,),
+            ),
+            Rule(
+                "upsample_bilinear2d",
+                windows.upsample("upsample_bilinear2d", 2),
+                lambda t: F.interpolate(t.pictures, (3, 9), mode="bilinear"),
+                functions=(torch._C._nn.upsample_bilinear2d,),
+            ),
+            Rule(
+                "upsample_trilinear3d",
+                windows.upsample("upsample_trilinear3d", 3),
+                lambda t: F.interpolate(t.clips, (3, 9, 2), mode="trilinear"),
+                functions=(torch._C._nn.upsample_trilinear3d,),
+            ),
+            Rule(
+                "upsample_bicubic2d",
+                windows.upsample("upsample_bicubic2d", 2, "cubic"),
+                lambda t: F.interpolate(t.pictures, (3, 9), mode="bicubic"),
+                functions=(torch._C._nn.upsample_bicubic2d,),
+            ),
+            Rule(
+                "upsample_nearest1d",
+                windows.upsample_nearest("upsample_nearest1d", 1),
+                lambda t: F.interpolate(t.x, scale_factor=1.5),
+                functions=(torch._C._nn.upsample_nearest1d,),
+            ),
+            Rule(
+                "_upsample_nearest_exact1d",
+                windows.upsample_nearest("_upsample_nearest_exact1d", 1),
+                lambda t: F.interpolate(t.x, 5, mode="nearest-exact"),
+                functions=(torch._C._nn._upsample_nearest_exact1d,),
+            ),
+            Rule(
+                "upsample_nearest2d",
+                windows.upsample_nearest("upsample_nearest2d", 2),
+                lambda t: F.interpolate(t.pictures, (3, 9)),
+                functions=(torch._C._nn.upsample_nearest2d,),
+            ),
+            Rule(
+                "_upsample_nearest_exact2d",
+                windows.upsample_nearest("_upsample_nearest_exact2d", 2),
+                lambda t: F.interpolate(t.pictures, (3, 9), mode="nearest-exact"),
+                functions=(torch._C._nn._upsample_nearest_exact2d,),
+            ),
+            Rule(
+                "upsample_nearest3d",
+                windows.upsample_nearest("upsample_nearest3d", 3),
+                lambda t: F.interpolate(t.clips, (3, 9, 2)),
+                functions=(torch._C._nn.upsample_nearest3d,),
+            ),
+            Rule(
+                "_upsample_nearest_exact3d",
+                windows.upsample_nearest("_upsample_nearest_exact3d", 3),
+                lambda t: F.interpolate(t.clips, (3, 9, 2), mode="nearest-exact"),
+                functions=(torch._C._nn._upsample_nearest_exact3d,),
+            ),
+        ),
         "`F.interpolate`: [sums](contract.md#convolutions) of the few entries that have weights, one"
         " dimension after the other",
         "`antialias`",
     ),
-    Row({"fold": windows.fold}, "itself, where windows do not meet", "windows that meet"),
     Row(
-        {
-            torch.group_norm: windows.group_norm,
-            torch.instance_norm: windows.instance_norm,
-            torch.batch_norm: windows.batch_norm,
-        },
+        (
+            Rule(
+                "fold",
+                windows.fold,
+                lambda t: F.fold(t.x[..., :4], (4, 6), (2, 3), stride=(2, 3)),
+                operators=("col2im",),
+            ),
+        ),
+        "itself, where windows do not meet",
+        "windows that meet",
+    ),
+    Row(
+        (
+            Rule(
+                "group_norm",
+                windows.group_norm,
+                lambda t: F.group_norm(t.x, 3, t.v6, t.v6) + F.group_norm(t.pictures, 2)[:, :, 0],
+                functions=(torch.group_norm,),
+            ),
+            Rule(
+                "instance_norm",
+                windows.instance_norm,
+                lambda t: F.instance_norm(t.x, weight=t.v6),
+                functions=(torch.instance_norm,),
+            ),
+            Rule(
+                "batch_norm",
+                windows.batch_norm,
+                lambda t: F.batch_norm(t.x, t.v6, t.v6.abs(), t.v6, t.v6),
+                functions=(torch.batch_norm,),
+            ),
+        ),
         "row reductions; `batch_norm` with the statistics that it keeps, elementwise",
         "statistics of the batch (`batch_norm` in training), and those that `instance_norm` keeps",
     ),
     Row(
-        {"rsqrt": overrides.rsqrt_, "rsqrt_": products.in_place(overrides.rsqrt_)},
+        (
+            Rule("rsqrt", overrides.rsqrt_, lambda t: torch.rsqrt(t.x)),
+            Rule("rsqrt_", products.in_place(overrides.rsqrt_), lambda t: (t.x * 1).rsqrt_()),
+        ),
         "1 / sqrt(x), two roundings in float32; PyTorch's on a CPU, where a GPU has an approximation",
     ),
     Row(
-        {
-            "gelu": overrides.gelu_,
-            "gelu_": products.in_place(overrides.gelu_),
-            "silu": overrides.silu_,
-            "silu_": products.in_place(overrides.silu_),
-            **dict.fromkeys(("sigmoid", "expit"), overrides.sigmoid_),
-            "sigmoid_": products.in_place(overrides.sigmoid_),
-        },
+        (
+            Rule("gelu", overrides.gelu_, lambda t: F.gelu(t.x) + F.gelu(t.x, approximate="tanh")),
+            Rule("gelu_", products.in_place(overrides.gelu_)),
+            Rule("silu", overrides.silu_, lambda t: F.silu(t.x) + F.silu(t.x * 1, inplace=True)),
+            Rule("silu_", products.in_place(overrides.silu_)),
+            Rule("sigmoid", overrides.sigmoid_, lambda t: torch.sigmoid(t.x) + F.sigmoid(t.x)),
+            Rule("expit", overrides.sigmoid_, lambda t: torch.special.expit(t.x)),
+            Rule("sigmoid_", products.in_place(overrides.sigmoid_), lambda t: (t.x * 1).sigmoid_()),
+        ),
         "[one for all devices](contract.md#fused-layers), with gradients; PyTorch's depend on the device",
     ),
     Row(
-        {torch.linalg.solve_triangular: overrides.solve_triangular},
+        (
+            Rule(
+                "linalg_solve_triangular",
+                overrides.solve_triangular,
+                lambda t: torch.linalg.solve_triangular(t.triangle, t.x, upper=False),
+                functions=(torch.linalg.solve_triangular,),
+            ),
+        ),
         "substitution, [row by row](contract.md#triangular-systems), of float32",
     ),
     Row(
-        {"sort": indexing.sort, "argsort": indexing.argsort, "msort": indexing.msort, "topk": indexing.topk},
+        (
+            Rule("sort", indexing.sort, lambda t: t.x.sort(-1).values, moves=True),
+            Rule("argsort", indexing.argsort, lambda t: t.x.argsort(-1), moves=True),
+            Rule("msort", indexing.msort, lambda t: torch.msort(t.x[0]), moves=True),
+            Rule("topk", indexing.topk, lambda t: t.x.topk(3).values),
+        ),
         "stable: equal values in the order of their places, also in `topk`",
         "`out=`",
     ),
     Row(
-        {
-            Tensor.__getitem__: indexing.getitem,
-            "index_select": indexing.index_select,
-            "gather": indexing.gather,
-            "repeat_interleave": indexing.repeat_interleave,
-            Tensor.repeat: indexing.repeat,
-        },
+        (
+            Rule(
+                "__getitem__",
+                indexing.getitem,
+                lambda t: t.x[:, t.places],
+                functions=(Tensor.__getitem__,),
+                is_view=True,
+                operators=(),
+            ),
+            Rule(
+                "index_select",
+                indexing.index_select,
+                lambda t: t.x.index_select(1, t.places),
+                operators=(),
+                moves=True,
+            ),
+            Rule(
+                "gather",
+                indexing.gather,
+                lambda t: t.x.gather(2, (t.x.detach() > 0).long()),
+                operators=(),
+                moves=True,
+            ),
+            Rule(
+                "repeat_interleave",
+                indexing.repeat_interleave,
+                lambda t: t.x.repeat_interleave(2, 1),
+                operators=(),
+                moves=True,
+            ),
+            Rule(
+                "repeat",
+                indexing.repeat,
+                lambda t: t.x.repeat(1, 2, 1),
+                functions=(Tensor.repeat,),
+                operators=(),
+            ),
+        ),
         "themselves, and `x[i]`; a gradient in the order of the index",
         "tensors of integers apart from each other (`x[i, :, j]`): their gradients are summed by PyTorch",
     ),
     Row(
-        {
-            "index_add": indexing.index_add,
-            "index_add_": products.in_place(indexing.index_add),
-            "scatter_add": indexing.scatter_add,
-            "scatter_add_": products.in_place(indexing.scatter_add),
-            "scatter_reduce": indexing.scatter_reduce,
-            "scatter_reduce_": products.in_place(indexing.scatter_reduce),
-            "index_put": indexing.index_put,
-            "index_put_": indexing.index_put_,
-        },
+        (
+            Rule(
+                "index_add", indexing.index_add, lambda t: t.x.index_add(1, t.places, t.x[:, :5], alpha=0.5)
+            ),
+            Rule(
+                "index_add_",
+                products.in_place(indexing.index_add),
+                lambda t: (t.x * 1).index_add_(1, t.places, t.x[:, :5]),
+                of_gradients=("index_add_",),
+            ),
+            Rule(
+                "scatter_add",
+                indexing.scatter_add,
+                lambda t: t.x.scatter_add(2, (t.x.detach() > 0).long(), t.x),
+            ),
+            Rule(
+                "scatter_add_",
+                products.in_place(indexing.scatter_add),
+                lambda t: (t.x * 1).scatter_add_(2, (t.x.detach() > 0).long(), t.x),
+                of_gradients=("scatter_add_",),
+            ),
+            Rule(
+                "scatter_reduce",
+                indexing.scatter_reduce,
+                lambda t: t.x.scatter_reduce(2, (t.x.detach() > 0).long(), t.x, "mean"),
+            ),
+            Rule(
+                "scatter_reduce_",
+                products.in_place(indexing.scatter_reduce),
+                lambda t: (t.x * 1).scatter_reduce_(2, (t.x.detach() > 0).long(), t.x, "sum"),
+            ),
+            Rule(
+                "index_put",
+                indexing.index_put,
+                lambda t: t.x.index_put((torch.arange(1), t.places[:1]), t.x[:1, 0], True),
+                moves=True,
+            ),
+            Rule(
+                "index_put_",
+                indexing.index_put_,
+                lambda t: (t.x * 1).index_put_((torch.arange(1), t.places[:1]), t.x[:1, 0], True),
+                operators=("index_put_", "_index_put_impl_"),
+                of_gradients=("_index_put_impl_",),
+                moves=True,
+            ),
+        ),
         "float32 chains from what was there, in the order of the index, rounded once",
         "`index_put` that accumulates at masks, or at tensors of integers apart from each other; products in"
         " `scatter_reduce`",
     ),
     Row(
-        {
-            "cumsum": indexing.cumsum,
-            "cumsum_": products.in_place(indexing.cumsum),
-            "cumprod": indexing.cumprod,
-            "cumprod_": products.in_place(indexing.cumprod),
-        },
+        (
+            Rule("cumsum", indexing.cumsum, lambda t: t.x.cumsum(-1)),
+            Rule("cumsum_", products.in_place(indexing.cumsum), lambda t: (t.x * 1).cumsum_(1)),
+            Rule("cumprod", indexing.cumprod, lambda t: t.x.detach().cumprod(-1)),
+            Rule("cumprod_", products.in_place(indexing.cumprod), lambda t: (t.x.detach() * 1).cumprod_(1)),
+        ),
         "[row reductions](contract.md#row-reductions), by doubling",
         "gradients of `cumprod`",
     ),
@@ -277,7 +598,7 @@ _BROADCASTING = """
     add sub subtract mul multiply div divide true_divide __add__ __radd__ __sub__ __mul__ __rmul__ __truediv__
     __div__ __iadd__ __isub__ __imul__ __itruediv__
 """.split()  # noqa: SIM905
-WHOLE_VECTORS = """
+_WHOLE_VECTORS = """
     floor_divide __floordiv__ __rfloordiv__ __ifloordiv__
     exp exp2 expm1 log log2 log10 log1p pow float_power rsub
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sinc polar
@@ -286,21 +607,60 @@ WHOLE_VECTORS = """
     igamma igammac gammainc gammaincc logit xlogy xlog1py logaddexp logaddexp2 ldexp hypot lerp addcmul
     addcdiv mish softplus logsigmoid elu selu celu softshrink tanhshrink
 """.split()  # noqa: SIM905
-COMPLEX_WHOLE_VECTORS = (
-    *("abs", "absolute", "__abs__", "square", "reciprocal", "angle", "sgn", "softsign"),
-    *("neg", "negative", "__neg__"),
+_COMPLEX = """
+    abs absolute __abs__ square reciprocal angle sgn softsign neg negative __neg__
+""".split()  # noqa: SIM905
+_SCALING = ("add", "sub", "mul", "div")
+_CPU = ("CPU", "AutogradCPU")
+ELEMENTWISE = (
+    *(
+        Rule(
+            name,
+            each=broadcasting,
+            each_operator=scaling_in_whole_vectors if name in _SCALING else None,
+            operators=None if name in _SCALING else (),
+            keys=_CPU,
+        )
+        for name in _BROADCASTING
+    ),
+    *(
+        Rule(
+            name,
+            each=in_whole_vectors,
+            each_operator=in_whole_vectors,
+            operators=("log_sigmoid",) if name == "logsigmoid" else None,
+            keys=_CPU,
+        )
+        for name in _WHOLE_VECTORS
+    ),
+    *(
+        Rule(name, each=complex_in_whole_vectors, each_operator=complex_in_whole_vectors, keys=_CPU)
+        for name in _COMPLEX
+    ),
 )
-# Gradients that depend on where PyTorch's vectors end, of losses and of functions.
-LOSS_GRADIENTS_IN_WHOLE_VECTORS = ("smooth_l1_loss_backward", "huber_loss_backward")
-GRADIENTS_IN_WHOLE_VECTORS = ("silu_backward", "mish_backward", "softplus_backward")
-# Fused steps of optimizers, which are elementwise.
-STEPS_IN_WHOLE_VECTORS = ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
-# Functions that are covered unless they accumulate: the argument that asks for it, and its position.
-ACCUMULATING = {
-    **dict.fromkeys(("put", "put_"), ("accumulate", 3)),
-    **dict.fromkeys(("scatter", "scatter_"), ("reduce", 4)),
-    **dict.fromkeys(("histogramdd", "_histogramdd_from_bin_cts"), ("weight", 3)),
-}
+"""They matter on a CPU, and in the gradients of what broadcasts."""
+
+_OPERATORS = (
+    # Gradients that depend on where PyTorch's vectors end. Autograd calls the second ones on whole vectors.
+    *(
+        Rule(name, each_operator=loss_gradient_in_whole_vectors, keys=("CPU",), of_gradients=(name,))
+        for name in ("smooth_l1_loss_backward", "huber_loss_backward")
+    ),
+    *(
+        Rule(name, each_operator=in_whole_vectors, keys=("CPU",))
+        for name in ("silu_backward", "mish_backward", "softplus_backward")
+    ),
+    # Fused steps of optimizers, which are elementwise.
+    *(
+        Rule(name, each_operator=step_in_whole_vectors, keys=("CPU",))
+        for name in ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+    ),
+)
+_ACCUMULATING = (
+    *(Rule(name, unless=("accumulate", 3)) for name in ("put", "put_")),
+    *(Rule(name, unless=("reduce", 4)) for name in ("scatter", "scatter_")),
+    *(Rule(name, unless=("weight", 3)) for name in ("histogramdd", "_histogramdd_from_bin_cts")),
+)
 
 REPORTED = {
     "products": """
@@ -343,182 +703,35 @@ REPORTED = {
     """,
 }
 """Functions whose rows are known to depend on the batch, and which are not covered."""
-REPORTED_NAMES = [name for names in REPORTED.values() for name in names.split()]
-_OTHER_VARIANT: dict[Callable[..., Any], str] = {
-    torch.sparse.mm: "torch.sparse.mm",
-    torch.sparse.addmm: "torch.sparse.addmm",
-    torch._sparse_sum: "torch.sparse.sum",
-    torch.sparse.softmax: "torch.sparse.softmax",
-    torch.sparse.sampled_addmm: "torch.sparse.sampled_addmm",
-    torch.sparse.log_softmax: "torch.sparse.log_softmax",
-    torch.linalg.cond: "torch.linalg.cond",
-    torch._C._nn._upsample_bilinear2d_aa: "torch.nn.functional.interpolate with antialias",
-    torch._C._nn._upsample_bicubic2d_aa: "torch.nn.functional.interpolate with antialias",
-}
-
-
-def _higher_order(*names: str) -> list[Any]:
-    """The operators of these names that this PyTorch has."""
-    found = torch.ops.higher_order
-    return [getattr(found, name) for name in names if hasattr(found, name)]
-
-
-HIGHER_ORDER = _higher_order("flex_attention", "cond", "while_loop", "map_impl", "scan", "associative_scan")
-UNTRACED = [*HIGHER_ORDER, *_higher_order("tag_activation_checkpoint")]
-"""``torch.compile`` traces what they call without a context that is entered in the function it compiles."""
-
-
-def unless(func: Callable[..., Any], argument: str, place: int) -> Callable[..., Any]:
-    """`func`, covered only where `argument`, at position `place`, is False, None or absent."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        asked = args[place] if len(args) > place else kwargs.get(argument)
-        return func(*args, **kwargs) if asked is None or asked is False else NotImplemented
-
-    return call
-
-
-_WHERE = (torch, torch.Tensor, F, torch.linalg, torch.fft, torch.special)
-_LABELS = ("torch", "torch.Tensor", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
-
-
-def _named(name: str) -> dict[Callable[..., Any], str]:
-    """All functions of PyTorch with this name, and their full names."""
-    found = zip(_WHERE, _LABELS, strict=True)
-    return {getattr(w, name): f"{label}.{name}" for w, label in found if callable(getattr(w, name, None))}
-
-
-def full_name(name: str) -> str | None:
-    """Where users find the function that an operator of this name is called by."""
-    kind, _, rest = name.partition("_")
-    if kind in ("linalg", "fft", "special") and hasattr(getattr(torch, kind), rest):
-        return f"torch.{kind}.{rest}"
-    for variant, label in _OTHER_VARIANT.items():
-        if variant.__name__ == name:
-            return label
-    return next(iter(_named(name).values()), None)
-
-
-def _pointwise(name: str) -> Iterator[tuple[Callable[..., Any], Callable[..., Any] | None]]:
-    """All functions of PyTorch called `name` or `name_`. In-place ones come with their out-of-place form."""
-    for where in _WHERE:
-        func = getattr(where, name, None)
-        if func is not None:
-            yield func, getattr(where, "__" + name[3:]) if name.startswith("__i") else None
-            if hasattr(where, name + "_"):
-                yield getattr(where, name + "_"), func
-
-
-_NO_CHECKS = {
-    name: lambda *_: False
-    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-}
-
-
-def _body(function: FunctionType) -> FunctionType:
-    """A copy of PyTorch's `function` that does not dispatch itself, so that its calls are overridden."""
-    body = FunctionType(
-        function.__code__,
-        function.__globals__ | _NO_CHECKS,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    body.__kwdefaults__ = function.__kwdefaults__
-    return body
-
-
-ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
-"""Other names that PyTorch takes for arguments."""
-
-_REPLACED_NAMES = [name for row in REPLACED for name in row.functions if isinstance(name, str)]
-REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""The replacement of each function. It returns NotImplemented for arguments that are not covered."""
-
-for _one_by_one in (False, True):  # an entry for a function overrides one for its name
-    for _row in REPLACED:
-        for _key, _override in _row.functions.items():
-            if callable(_key) == _one_by_one:
-                REPLACEMENTS |= dict.fromkeys([_key] if callable(_key) else _named(_key), _override)
-VIEWS = {func for name in ("expand", "expand_as") for func in _named(name)} | {Tensor.__getitem__}
-TAKE_OUT = frozenset(REPLACEMENTS)
-"""Functions whose ``out`` this library writes. Those added below have no replacement with ``out``."""
-NAMES_OF_SUMS = ("sum", "mean", "nansum", "nanmean")
-SUMS = {func for name in NAMES_OF_SUMS for func in _named(name)}
-"""Functions that sum in the dtype of ``out``."""
-REPLACEMENTS |= {func: unless(func, *asks) for name, asks in ACCUMULATING.items() for func in _named(name)}
-ELEMENTWISE = {
-    func: replacement(func, out_of_place)
-    for replacement, names in (
-        (broadcasting, _BROADCASTING),
-        (in_whole_vectors, WHOLE_VECTORS),
-        (complex_in_whole_vectors, COMPLEX_WHOLE_VECTORS),
-    )
-    for name in names
-    for func, out_of_place in _pointwise(name)
-}
-"""Those that matter on a CPU, or in the gradients of what broadcasts."""
-REPLACEMENTS |= ELEMENTWISE
-POWERS = [  # torch.compile does not find these in a dictionary
-    (Tensor.__pow__, in_whole_vectors(Tensor.pow)),
-    (Tensor.__rpow__, in_whole_vectors(Tensor.__rpow__)),
-    (Tensor.__ipow__, in_whole_vectors(Tensor.pow_, Tensor.pow)),
-]
-UNCOVERED = {func for name in REPORTED_NAMES for func in _named(name)} | set(_OTHER_VARIANT)
-NAMES = {
-    func: label
-    for name in (*_REPLACED_NAMES, *REPORTED_NAMES, *ACCUMULATING)
-    for func, label in _named(name).items()
-}
-NAMES |= {f: f"torch.{f.__name__}" for f in (torch.group_norm, torch.instance_norm, torch.batch_norm)}
-NAMES |= {torch.embedding: "torch.embedding", F.embedding: "torch.nn.functional.embedding"}
-NAMES |= {torch.linalg.solve_triangular: "torch.linalg.solve_triangular"}
-NAMES |= {torch._foreach_norm: "torch._foreach_norm", torch.linalg.vector_norm: "torch.linalg.vector_norm"}
-NAMES |= _OTHER_VARIANT
-
-# Python functions of PyTorch that are followed into. Functions with a closure are dispatched by it. Those of
-# `torch.functional` have a rule, or call nothing that has one, and the compiler traces no copies of them.
-BODIES = {
-    function: _body(function)
-    for function in vars(F).values()
-    if isinstance(function, FunctionType)
-    and function.__module__ == F.__name__
-    and not function.__closure__
-    and function not in UNCOVERED
-}
-# Backward functions are followed into so that activation checkpointing's second forward is covered.
-_BACKWARD: tuple[Any, ...] = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-BODIES |= {func: _body(func) for func in _BACKWARD}
-
-_DIRECT = {
-    *_REPLACED_NAMES,
-    *REPORTED_NAMES,
-    "embedding",
-    "_fused_rms_norm",
-    "_foreach_norm",
-    "linalg_vector_norm",
-} - {
-    *("expand", "expand_as", "sort", "argsort", "msort", "index_select", "gather", "repeat_interleave"),
-    *("index_put", "index_put_"),
-}
-_DIRECT_KINDS = (
-    "linalg_",
-    "_linalg_",
-    "fft_",
-    "_fft_",
-    "upsample_",
-    "_upsample_",
-    "grid_sampler_",
-    "_scaled_dot_product_",
+_VARIANTS = (
+    # Sparse products and sums: no rule of a function leads to their operators.
+    *(
+        Rule(function.__name__, functions=(function,), label=label, keys=())
+        for function, label in (
+            (torch.sparse.mm, "torch.sparse.mm"),
+            (torch.sparse.addmm, "torch.sparse.addmm"),
+            (torch._sparse_sum, "torch.sparse.sum"),
+            (torch.sparse.softmax, "torch.sparse.softmax"),
+            (torch.sparse.log_softmax, "torch.sparse.log_softmax"),
+        )
+    ),
+    *(
+        Rule(function.__name__, functions=(function,), label=label, operators=())
+        for function, label in (
+            (torch.sparse.sampled_addmm, "torch.sparse.sampled_addmm"),
+            (torch.linalg.cond, "torch.linalg.cond"),
+            (torch._C._nn._upsample_bilinear2d_aa, "torch.nn.functional.interpolate with antialias"),
+            (torch._C._nn._upsample_bicubic2d_aa, "torch.nn.functional.interpolate with antialias"),
+        )
+    ),
 )
 
-
-def is_direct(func: Any) -> bool:
-    """Whether `func` is an operator of ``torch.ops.aten`` that reduces, or of ``transformers``."""
-    if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return False
-    namespace, _, name = str(func).partition(".")
-    name = name.partition(".")[0]
-    if namespace == "transformers":
-        return name == "grouped_mm_fallback"
-    return namespace == "aten" and (name in _DIRECT or name.startswith(_DIRECT_KINDS))
+RULES = (
+    *(Rule(name) for names in REPORTED.values() for name in names.split()),
+    *ELEMENTWISE,
+    *_OPERATORS,
+    *_ACCUMULATING,
+    *(rule for row in REPLACED for rule in row.rules),
+    *_VARIANTS,
+)
+"""All of them. Where functions have two, the later one counts."""

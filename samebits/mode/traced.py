@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from samebits.mode.calls import OnUncovered, inexact, into_out, report, returned, watched
-from samebits.mode.rules import (
+from samebits.mode.functions import (
     ALIASES,
     BODIES,
     POWERS,
@@ -26,6 +26,7 @@ from samebits.mode.rules import (
     VIEWS,
     is_direct,
 )
+from samebits.mode.patches import ask_about
 
 __all__ = ["Traced"]
 
@@ -35,11 +36,7 @@ def show_all_functions() -> None:
 
     From then on it asks all modes of the process, a user's too, as PyTorch does where nothing is compiled.
     """
-    from torch._dynamo.variables.torch import get_overridable_functions
-
-    get_overridable_functions().update(
-        f for f in (*REPLACEMENTS, *UNCOVERED) if isinstance(f, BuiltinFunctionType)
-    )
+    ask_about(f for f in (*REPLACEMENTS, *UNCOVERED) if isinstance(f, BuiltinFunctionType))
 
 
 show_all_functions._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it runs while it is traced

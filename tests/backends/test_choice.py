@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import samebits
 from samebits import FMA, TENSOR_CORE, backends
-from samebits.mode import operators
+from samebits.mode import overrides
 from samebits.ops import _checks, _rows, cross_entropy
 from samebits.ops import expand as expand_module
 from samebits.ops._checks import check_operands
@@ -223,7 +223,7 @@ NOT_BY_TRITON: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", NOT_BY_TRITON)
 def test_what_triton_does_not_compute_is_refused_under_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and attention, in place of PyTorch's: neither it nor another backend computes them then."""
-    for module in (_checks, _rows, cross_entropy, expand_module, operators):
+    for module in (_checks, _rows, cross_entropy, expand_module, overrides):
         monkeypatch.setattr(module, "chosen_backend", chosen)
     x = torch.ones(4, 4, requires_grad=True)
     with (

@@ -10,149 +10,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samebits.mode import batch_invariant, rules
+from samebits.mode import batch_invariant, functions, rules
 from samebits.testing import assert_same_bits, values
 
 Call = Callable[[Tensor], Any]
 
-# Parameters have names of what they are; x is the batch, [B, 6, 8].
-W = values("normal", (5, 8), torch.float32, 1)
-V8, V6 = (values("normal", (n,), torch.float32, 2) for n in (8, 6))
-M88, M66 = (values("normal", (n, n), torch.float32, 3) for n in (8, 6))
-TAPS = values("normal", (4, 6, 3), torch.float32, 4)
-TRIANGLE = torch.eye(6) * 4 + M66.tril()
-PLACES = torch.tensor([3, 0, 3, 5, 1])
-LABELS = torch.tensor([1, 0, 7, 3, 2, 5])
+V8, M88 = values("normal", (8,), torch.float32, 2), values("normal", (8, 8), torch.float32, 3)
 
 
-def pictures(x: Tensor) -> Tensor:
-    return x[:, :, None, :].repeat(1, 1, 4, 1)
+class Tensors:
+    """What the rules' examples take: a batch x[B, 6, 8], and others that do not depend on it."""
+
+    w = values("normal", (5, 8), torch.float32, 1)
+    v8, v6 = V8, values("normal", (6,), torch.float32, 2)
+    m8, m6 = M88, values("normal", (6, 6), torch.float32, 3)
+    taps = values("normal", (4, 6, 3), torch.float32, 4)
+    triangle = torch.eye(6) * 4 + m6.tril()
+    places = torch.tensor([3, 0, 3, 5, 1])
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    @property
+    def pictures(self) -> Tensor:
+        return self.x[:, :, None, :].repeat(1, 1, 4, 1)
+
+    @property
+    def clips(self) -> Tensor:
+        return self.x[:, :, None, None, :].repeat(1, 1, 4, 4, 1)
+
+    @property
+    def batch_of_m8(self) -> Tensor:
+        return self.m8.expand(self.x.shape[0], 8, 8)
 
 
-def clips(x: Tensor) -> Tensor:
-    return x[:, :, None, None, :].repeat(1, 1, 4, 4, 1)
+def call_of(rule: rules.Rule) -> Call:
+    return lambda x: rule.example(Tensors(x))
 
 
-def batches_of(x: Tensor) -> Tensor:
-    return M88.expand(x.shape[0], 8, 8)
-
-
-def offsets(x: Tensor) -> Tensor:
-    return torch.tensor([2, 6], dtype=torch.int32)
-
-
-CALLS: dict[str, Call] = {
-    "mm": lambda x: torch.mm(x[:, 0], M88),
-    "bmm": lambda x: torch.bmm(x, batches_of(x)),
-    "matmul": lambda x: torch.matmul(x, M88),
-    "__matmul__": lambda x: x @ M88,
-    "__rmatmul__": lambda x: x.__rmatmul__(M66),
-    "mv": lambda x: torch.mv(x[:, 0], V8),
-    "dot": lambda x: torch.dot(x[:, 0, 0], x[:, 0, 1]),
-    "linear": lambda x: F.linear(x, W, V8[:5]),
-    "addmm": lambda x: torch.addmm(V8, x[:, 0], M88) + torch.addmm(V8, x[:, 0], M88, alpha=0.5),
-    "addmm_": lambda x: (x[:, 0] * 1).addmm_(x[:, 1], M88),
-    "baddbmm": lambda x: torch.baddbmm(V8, x, batches_of(x), beta=0.5),
-    "baddbmm_": lambda x: (x * 1).baddbmm_(x, batches_of(x)),
-    "einsum": lambda x: torch.einsum("btd,ed->bte", x, W) + torch.einsum("btd,bsd->bts", x, x[:, :5]),
-    "softmax": lambda x: x.softmax(-1) + torch.softmax(x, 1),
-    "log_softmax": lambda x: x.log_softmax(-1) + F.log_softmax(x, 1),
-    "logsumexp": lambda x: torch.logsumexp(x, -1) + x.logsumexp((1, 2), True)[:, 0],
-    "cross_entropy": lambda x: F.cross_entropy(x[:, 0], x[:, 0].detach().argmax(-1), reduction="none"),
-    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(
-        x, x.detach().sigmoid(), reduction="none"
-    ),
-    "layer_norm": lambda x: F.layer_norm(x, (8,), V8, V8) + F.layer_norm(x, (6, 8)),
-    "rms_norm": lambda x: F.rms_norm(x, (8,), V8),
-    "sum": lambda x: x.sum(-1) + x.sum((1, 2))[:, None],
-    "mean": lambda x: x.mean(-1) + x.mean(1)[:, :6],
-    "rsqrt": torch.rsqrt,
-    "rsqrt_": lambda x: (x * 1).rsqrt_(),
-    "gelu": lambda x: F.gelu(x) + F.gelu(x, approximate="tanh"),
-    "nansum": lambda x: x.nansum(-1),
-    "nanmean": lambda x: x.nanmean(-1),
-    "sum_to_size": lambda x: x.sum_to_size(x.shape[0], 6, 1),
-    "var": lambda x: x.var(-1) + x.var((1, 2), keepdim=True)[:, 0],
-    "std": lambda x: x.std(-1),
-    "var_mean": lambda x: torch.var_mean(x, -1)[0],
-    "std_mean": lambda x: torch.std_mean(x, -1)[1],
-    "norm": lambda x: x.norm(dim=-1) + torch.norm(x, 1, -1),
-    "linalg_norm": lambda x: torch.linalg.norm(x, dim=-1),
-    "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
-    "_foreach_norm": lambda x: torch._foreach_norm([x[0], x[1]])[0],
-    "embedding": lambda x: F.embedding((x.detach() > 0).long(), M88),
-    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(
-        *(x[:, None],) * 3, is_causal=True
-    ),
-    "expand": lambda x: x[:, :1].expand(-1, 6, 8) * x,
-    "expand_as": lambda x: x[:, :1].expand_as(x) * x,
-    "conv1d": lambda x: F.conv1d(x, TAPS, padding=1),
-    "conv2d": lambda x: F.conv2d(pictures(x), TAPS[:, :, None]),
-    "conv3d": lambda x: F.conv3d(clips(x), TAPS[:, :, None, None]),
-    "avg_pool1d": lambda x: F.avg_pool1d(x, 2),
-    "avg_pool2d": lambda x: F.avg_pool2d(pictures(x), 3, 2, 1),
-    "avg_pool3d": lambda x: F.avg_pool3d(clips(x), 2),
-    "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x, 3),
-    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(pictures(x), (2, 3)),
-    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(clips(x), (2, 3, 3)),
-    "upsample_linear1d": lambda x: F.interpolate(x, scale_factor=1.5, mode="linear"),
-    "upsample_bilinear2d": lambda x: F.interpolate(pictures(x), (3, 9), mode="bilinear"),
-    "upsample_trilinear3d": lambda x: F.interpolate(clips(x), (3, 9, 2), mode="trilinear"),
-    "upsample_bicubic2d": lambda x: F.interpolate(pictures(x), (3, 9), mode="bicubic"),
-    "upsample_nearest1d": lambda x: F.interpolate(x, scale_factor=1.5),
-    "upsample_nearest2d": lambda x: F.interpolate(pictures(x), (3, 9)),
-    "upsample_nearest3d": lambda x: F.interpolate(clips(x), (3, 9, 2)),
-    "_upsample_nearest_exact1d": lambda x: F.interpolate(x, 5, mode="nearest-exact"),
-    "_upsample_nearest_exact2d": lambda x: F.interpolate(pictures(x), (3, 9), mode="nearest-exact"),
-    "_upsample_nearest_exact3d": lambda x: F.interpolate(clips(x), (3, 9, 2), mode="nearest-exact"),
-    "fold": lambda x: F.fold(x[..., :4], (4, 6), (2, 3), stride=(2, 3)),
-    "group_norm": lambda x: F.group_norm(x, 3, V6, V6) + F.group_norm(pictures(x), 2)[:, :, 0],
-    "instance_norm": lambda x: F.instance_norm(x, weight=V6),
-    "batch_norm": lambda x: F.batch_norm(x, V6, V6.abs(), V6, V6),
-    "linalg_solve_triangular": lambda x: torch.linalg.solve_triangular(TRIANGLE, x, upper=False),
-    "sort": lambda x: x.sort(-1).values,
-    "argsort": lambda x: x.argsort(-1),
-    "msort": lambda x: torch.msort(x[0]),
-    "topk": lambda x: x.topk(3).values,
-    "__getitem__": lambda x: x[:, PLACES],
-    "index_select": lambda x: x.index_select(1, PLACES),
-    "gather": lambda x: x.gather(2, (x.detach() > 0).long()),
-    "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
-    "repeat": lambda x: x.repeat(1, 2, 1),
-    "index_add": lambda x: x.index_add(1, PLACES, x[:, :5], alpha=0.5),
-    "index_add_": lambda x: (x * 1).index_add_(1, PLACES, x[:, :5]),
-    "scatter_add": lambda x: x.scatter_add(2, (x.detach() > 0).long(), x),
-    "scatter_add_": lambda x: (x * 1).scatter_add_(2, (x.detach() > 0).long(), x),
-    "scatter_reduce": lambda x: x.scatter_reduce(2, (x.detach() > 0).long(), x, "mean"),
-    "scatter_reduce_": lambda x: (x * 1).scatter_reduce_(2, (x.detach() > 0).long(), x, "sum"),
-    "index_put": lambda x: x.index_put((torch.arange(1), PLACES[:1]), x[:1, 0], True),
-    "index_put_": lambda x: (x * 1).index_put_((torch.arange(1), PLACES[:1]), x[:1, 0], True),
-    "cumsum": lambda x: x.cumsum(-1),
-    "cumsum_": lambda x: (x * 1).cumsum_(1),
-    "cumprod": lambda x: x.detach().cumprod(-1),
-    "cumprod_": lambda x: (x.detach() * 1).cumprod_(1),
-}
+REPLACED = [rule for row in rules.REPLACED for rule in row.rules]
+CALLS = {rule.name: call_of(rule) for rule in REPLACED if rule.example is not None}
 NOT_HERE = {
     *("_grouped_mm", "_scaled_mm_v2", "_scaled_grouped_mm_v2"),  # of groups, whose sizes are no batch's
-    "gelu_",  # an operator without a public function
+    *("gelu_", "silu_"),  # operators without a public function
 }
 
 
-def name_of(function: Any) -> str:
-    return function if isinstance(function, str) else function.__name__
-
-
-def test_every_function_with_a_replacement_is_called() -> None:
-    replaced = {name_of(f) for row in rules.REPLACED for f in row.functions}
-    assert replaced <= CALLS.keys() | NOT_HERE | {"log_softmax", "softmax"}, replaced - CALLS.keys()
+def test_every_replacement_has_an_example() -> None:
+    assert {rule.name for rule in REPLACED} - CALLS.keys() == NOT_HERE
 
 
 def elementwise() -> dict[str, Call]:
     """Those of one tensor, of two, of a tensor and a number, or of three."""
     found: dict[str, Call] = {}
-    names = (*rules.WHOLE_VECTORS, *rules.COMPLEX_WHOLE_VECTORS, "add", "sub", "mul", "div")
+    names = [rule.name for rule in rules.ELEMENTWISE if rule.each_operator is not None]
     for name in (n for n in names if not n.startswith("__")):
-        f = next(getattr(w, name) for w in rules._WHERE if hasattr(w, name))
+        f = next(iter(functions.named(name)))
         calls: dict[str, Call] = {
             name: lambda x, f=f: f(x),  # type: ignore[misc]
             f"{name} of two": lambda x, f=f: f(x, x + 0.25),  # type: ignore[misc]
@@ -189,7 +102,7 @@ def groups() -> dict[str, dict[str, Call]]:
     """Functions that are traced together."""
     found: dict[str, dict[str, Call]] = {}
     for row in rules.REPLACED:
-        names = [n for n in dict.fromkeys(map(name_of, row.functions)) if n in CALLS]
+        names = [rule.name for rule in row.rules if rule.name in CALLS]
         if names:
             found[names[0]] = {n: CALLS[n] for n in names}
     names = list(ELEMENTWISE)

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits.backends.modes import CONTEXT, includes, with_context
-from samebits.mode import UncoveredError, batch_invariant, calls, rules
+from samebits.mode import UncoveredError, batch_invariant, calls, functions, rules
 from samebits.mode.pointwise import loss_gradient_in_whole_vectors
 from samebits.mode.traced import Traced
+from samebits.mode.vectors import in_whole_vectors
 from samebits.ops import reduce
 from samebits.ops.attention import scaled_dot_product_attention
 from samebits.ops.softmax import log_softmax, softmax
@@ -331,8 +332,8 @@ NOT_CALLED = {
 
 
 def test_every_listed_operator_is_reported() -> None:
-    for func in rules.UNCOVERED:
-        name = rules.NAMES[func]
+    for func in functions.UNCOVERED:
+        name = functions.NAMES[func]
 
         def reported(func: Any, args: tuple[Any, ...]) -> bool:
             try:
@@ -383,7 +384,7 @@ POINTWISE = """
     bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 scaled_modified_bessel_k0 spherical_bessel_j0
     zeta angle relu relu6 leaky_relu hardtanh hardswish hardsigmoid hardshrink softsign threshold
 """.split()  # noqa: SIM905
-POINTWISE += rules.WHOLE_VECTORS
+POINTWISE += [rule.name for rule in rules.ELEMENTWISE if rule.each is in_whole_vectors]
 VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add alpha": lambda x, y: torch.add(x, y, alpha=0.3),
     "sub alpha": lambda x, y: torch.sub(x, y, alpha=0.3),
@@ -423,9 +424,8 @@ def _calls(name: str) -> list[Callable[[Tensor, Tensor], Any]]:
     """Calls of everything of that name, with each kind of arguments that it takes."""
     if name in VARIANTS:
         return [VARIANTS[name]]
-    functions = {getattr(where, name) for where in rules._WHERE if hasattr(where, name)}
     found: list[Callable[[Tensor, Tensor], Any]] = []
-    for function in functions | {getattr(w, name + "_") for w in rules._WHERE if hasattr(w, name + "_")}:
+    for function in functions.named(name) | functions.named(name + "_"):
         for call in (
             lambda x, y, f=function: f(x * 1),
             lambda x, y, f=function: f(x * 1, y),
