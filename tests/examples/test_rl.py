@@ -41,6 +41,7 @@ def test_generate(architecture: str, dtype: str, device: str, capsys: pytest.Cap
     assert capsys.readouterr().out.count("0 of 48 tokens differ, by up to 0.00e+00") >= 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_grpo(device: str, tmp_path: Path) -> None:
     plot = tmp_path / "grpo.svg"
@@ -53,6 +54,7 @@ def test_grpo(device: str, tmp_path: Path) -> None:
     assert plot.read_text().startswith("<?xml")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_trl_grpo(device: str) -> None:
     pytest.importorskip("trl", reason="the trl extra is not installed: pip install '.[trl]'")

@@ -79,6 +79,7 @@ assert calls
 """
 
 
+@pytest.mark.long
 def test_others_are_in_the_mode_by_the_environment() -> None:
     subprocess.run([sys.executable, "-c", ENTERED], env=os.environ | {VARIABLE: "error"}, check=True)
 

@@ -305,6 +305,7 @@ def test_compiled_layers_have_the_same_bits() -> None:
         assert_same_bits(compiled(x), made(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("enter", ["set_batch_invariant_mode", "batch_invariant"])
 def test_transformers_may_be_loaded_later(enter: str) -> None:
     """Under the mode already."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -439,7 +440,7 @@ def test_tools_that_rewrite_models_take_converted_ones(fp8: Any) -> None:
             assert_same_bits(p.grad, grads[name])
 
 
-def test_sequences_are_traced_and_scripted() -> None:
+def test_sequences_are_traced_and_scripted(tmp_path: Path) -> None:
     class Packed(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -453,4 +454,4 @@ def test_sequences_are_traced_and_scripted() -> None:
     for tool in (torch.fx.symbolic_trace, torch.jit.script):
         assert_same_bits(tool(model)(*args), model(*args))
     with pytest.raises(RuntimeError, match="Could not export Python function"):
-        torch.jit.script(model).save("unused")
+        torch.jit.script(model).save(str(tmp_path / "model"))

@@ -90,6 +90,7 @@ def test_every_launch_adds_up(launches: list[str], of: AttentionVariant) -> None
     assert {"attention.cu"} <= set(launches)
 
 
+@pytest.mark.long
 def test_what_verify_compiles_ahead_is_all_that_runs(
     launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +152,7 @@ def test_keys_are_split_where_rows_are_few(monkeypatch: pytest.MonkeyPatch) -> N
     assert splits(1, 65536, batch=4) > 1
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(
     ("of", "arch"),

@@ -91,6 +91,7 @@ def test_outputs_of_whole_units(
     assert scaled.aligned == tensor_core_sm90.variant(first).aligned
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("bias", [None, BF16])
 @pytest.mark.parametrize("aligned", [True, False])

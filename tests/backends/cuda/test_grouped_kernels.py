@@ -70,6 +70,7 @@ def test_groups_of_sequences_have_a_hopper_schedule_that_fits(
     assert s.fits(True, True)
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(("b_mn", "bound"), [(False, None), (True, None), (True, torch.int32)])
 def test_hopper_compiles(b_mn: bool, bound: torch.dtype | None) -> None:

@@ -21,6 +21,7 @@ ENTRIES = ("statistics_sm90", False), ("statistics_sm90", True), ("grad_logits_s
 LOGP = [(*entry, entropy) for entry, entropy in itertools.product(ENTRIES, (False, True))]
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(("entry", "kept", "entropy"), LOGP)
 def test_log_probabilities_compile_without_spills(entry: str, kept: bool, entropy: bool) -> None:

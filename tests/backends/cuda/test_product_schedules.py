@@ -98,6 +98,7 @@ TILE_LAYOUTS = [
 ]
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("arch", [arch for arch in compiler.ARCHITECTURES if arch != "sm_75"])
 @pytest.mark.parametrize("schedule", tensor_core.SCHEDULES, ids=shape)

@@ -79,6 +79,7 @@ def entries(kernels):
     return sorted((kernels.parent / "cache").iterdir())
 
 
+@pytest.mark.long
 def test_import_needs_no_cuda():
     code = "import sys, samebits.backends.cuda.precompile; sys.exit('cuda.core' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -159,6 +160,7 @@ def _compile_in_child(folder, results):
     results.put(compiler.cached_cubin(spec(), "sm_90a"))
 
 
+@pytest.mark.long
 def test_many_processes_share_one_cache(kernels):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

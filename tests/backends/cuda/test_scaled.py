@@ -52,6 +52,7 @@ def operand(rows: int, k: int, dtype: torch.dtype, device: str) -> Tensor:
     return x.to(dtype)
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("s", SCHEDULES, ids=name)
 def test_schedules_compile_without_spills(s: ScaledSchedule) -> None:

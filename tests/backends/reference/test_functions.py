@@ -16,6 +16,7 @@ def patterns(first: float, last: float, step: int) -> np.ndarray:
     return np.arange(low, high, step, dtype=np.uint32).view(np.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "bound"), [("exp", 0.89), ("log", 0.94)])
 def test_exp_and_log_of_every_f32(name: str, bound: float) -> None:
     assert bound - 0.01 < worst(name, 1) < bound

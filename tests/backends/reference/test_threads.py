@@ -30,6 +30,7 @@ def test_as_many_threads_as_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(made) == {3}
 
 
+@pytest.mark.long
 def test_products_while_the_interpreter_shuts_down() -> None:
     code = """
 import atexit, torch, samebits
