@@ -277,7 +277,7 @@ _THREAD = _NUMBER + 24  # and the number of the thread that recorded it
 
 
 def place(node: Any) -> tuple[int, int]:
-    """Where a node of autograd's graph was recorded: in which thread, as its how manieth node.
+    """The thread that recorded a node of autograd's graph, and the node's number there.
 
     PyTorch numbers threads as it meets them, and never again alike. Python is told only the other number.
     """

@@ -1,10 +1,10 @@
 """Gradients of what a context recorded, where the backward runs outside of it.
 
 Autograd itself sums the gradients of what was broadcast, and adds up those of what was picked. Its engine
-calls PyTorch's operators for that, whose rules must hold then too. No node of autograd's graph knows of a
-context. But it knows which thread recorded it, and as its how manieth node. So the nodes of each context are
-kept, by thread. While a backward runs outside, a key of its own is included, at which just these operators
-have a kernel.
+calls PyTorch's operators for that. Their rules must hold there, too. No node of autograd's graph knows of a
+context. But it knows the thread that recorded it, and its number among the nodes of that thread. So for each
+thread, the numbers that contexts recorded are kept. While a backward runs outside, the thread includes a key
+of its own, at which just these operators have a kernel.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ _LONG = 1 << 15  # entries of a row that a whole GPU sums, if there are few rows
 
 _ANY = (1 << 31) - 1  # blocks
 
-# Rows that threads have on their way where many are aligned, by passes and bytes of an entry; elsewhere none.
+# How many rows a thread has in flight, by a row's passes and the bytes of an entry: where rows are many, and
+# aligned. Elsewhere it has none.
 _STAGES = {"softmax": {(2, 4): 3}, "rms_norm": {(1, 2): 3, (2, 2): 3, (1, 4): 3}}
 # What differs where a warp takes many aligned rows in two passes each, if nothing is f32.
 _OF_A_WARP: dict[str, dict[str, Any]] = {"rms_norm": {"stages": 0, "blocks": 4}, "row_sum": {"fetched": 1}}

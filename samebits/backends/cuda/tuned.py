@@ -388,8 +388,8 @@ def find(
     Args:
         shape: of the call.
         device: index of the GPU.
-        ways: the kernels of a name, each with a schedule, that the cost model chooses among for this call. A
-            table can select no others.
+        ways: the kernels of a name, each with a schedule, that the cost model chooses among for this call.
+            An entry of the table that names none of them is ignored.
     """
     table = _table(device)
     if not table.entries or shape is None:

@@ -70,8 +70,10 @@ def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
 
 
 _DEEP = 12_000  # k from which on all rows in one tile may be faster, if each block has one
-_ONCE = 0.845  # of up to 32 rows, the least part of the multiprocessors that have a tile of 128 columns
-_ENDING = 0.9  # the least part of the slots that have a tile where several blocks must end together
+# Up to 32 rows get tiles of 128 columns if these occupy at least this part of the multiprocessors.
+_ONCE = 0.845
+# Where several blocks must end together, tiles must fill at least this part of the slots.
+_ENDING = 0.9
 
 
 def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
