@@ -22,14 +22,14 @@ from unittest import mock
 
 if __name__ == "__main__":  # tests import the lists of cases
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    sys.modules["samebits.backends._replay"] = None  # a replay would run another schedule than the one forced
+    sys.modules["samebits.backends._replay"] = None  # a replay would hide the launch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
-from samebits.backends.cuda import compiler, devices, exp2, matmul, precompile, rows
+from samebits.backends.cuda import compiler, devices, exp2, matmul, precompile
 from samebits.backends.cuda.attention import catalogue
 from samebits.backends.cuda.products import tensor_core_sm90
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
@@ -38,7 +38,17 @@ from samebits.backends.product import Operands, Product
 from samebits.backends.triton import runtime as triton
 from samebits.contract import INTERPOLATION, TENSOR_CORE
 from samebits.ops import experts
-from samebits.tools.verify import Inputs, fused, kernels, plan, scaled, scaled_grouped, segments, takes
+from samebits.tools.verify import (
+    Inputs,
+    fused,
+    kernels,
+    plan,
+    reductions,
+    scaled,
+    scaled_grouped,
+    segments,
+    takes,
+)
 from samebits.tools.verify import grouped as verification
 from samebits.tools.verify.attention import VARIANTS, AttentionCase, verify_attention
 from samebits.tools.verify.report import Report
@@ -263,19 +273,19 @@ def row_reductions() -> None:
         w = torch.ones(n, dtype=DTYPE, device="cuda", requires_grad=True)
         ids = torch.arange(2 * count, device="cuda") % count
         many = torch.zeros(600, dtype=torch.int64, device="cuda")  # tokens with one id
-        for sharing in rows.sharings(n, DTYPE):
-            with rows.shared_as(sharing), samebits.batch_invariant("error"):
-                results = (
-                    *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
-                    *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),
-                    *(F.embedding(ids.int(), y[:, n // 3 :]), F.embedding(many, y)),
-                    *(
-                        torch.stack([x, y, x], 1).sum(1),
-                        *experts_rows(y, ids),
-                        *experts_rows(y[:, n // 3 :], ids),
-                    ),
-                )
-                torch.autograd.grad(results, (x, y, w), results)
+        with samebits.batch_invariant("error"):
+            results = (
+                *(x.softmax(1), x.log_softmax(0), x.sum(0), x.mean(1), y * w, y * x[:, :1]),
+                *(F.layer_norm(x, (n,), w, w), F.rms_norm(x, (n,), w), F.embedding(ids, y)),
+                *(F.embedding(ids.int(), y[:, n // 3 :]), F.embedding(many, y)),
+                *(torch.stack([x, y, x], 1).sum(1), *experts_rows(y, ids)),
+                *experts_rows(y[:, n // 3 :], ids),
+            )
+            torch.autograd.grad(results, (x, y, w), results)
+        of = partial(reductions.Reduction, dtype=DTYPE, other=DTYPE, what="", rows=count, n=n)
+        cases = [of(name, place=("plain", "odd")[count % 2]) for name in reductions.ROWS]
+        for call in reductions.calls(cases, reductions.on_cuda(fused=False), x.device):
+            call()
 
 
 # Of attention, small: rows and keys that fill tiles in part, segments to split, and each way to read.

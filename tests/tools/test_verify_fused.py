@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from samebits.testing import KINDS
+from samebits.testing import KINDS, assert_same_bits
 from samebits.tools.verify import fused
 from samebits.tools.verify.report import Report
 
@@ -22,7 +19,7 @@ CASES = fused.fused_cases(False)
 @pytest.fixture(autouse=True)
 def _one_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "finish", lambda doing: None)
-    monkeypatch.setattr(fused, "_ways", lambda case: iter([(None, nullcontext())]))
+    monkeypatch.setattr(fused, "_sharings", lambda case: [None])
 
 
 def report() -> Report:
@@ -45,6 +42,14 @@ def test_cases_cover_kernels_dtypes_and_kinds_of_values() -> None:
     assert len(fused.fused_cases(True)) > len(CASES)
 
 
+@pytest.mark.parametrize("what", ["shapes", "gradients", "in place"])
+def test_a_given_sharing_computes_what_the_public_function_does(what: str) -> None:
+    for case in [c for c in CASES if c.row and c.what == what][::7]:
+        operands = case.draw()
+        for got, want in zip(case.run(*operands, sharing=1), case.run(*operands), strict=True):
+            assert_same_bits(got, want)
+
+
 SOME = list({(case.kernel, case.what): case for case in reversed(CASES)}.values())
 
 
@@ -64,11 +69,9 @@ def test_a_wrong_kernel_is_found(case: fused.FusedCase, wrong: bool) -> None:
 
 
 def test_every_way_to_share_rows_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ways(case: fused.FusedCase) -> Iterator[tuple[Any, Any]]:
-        yield from [(None, nullcontext()), (1, nullcontext())]
-
-    monkeypatch.setattr(fused, "_ways", ways)
-    calls = list(fused.loads(SOME[:2], CPU))
+    monkeypatch.setattr(fused, "_sharings", lambda case: [None, 1] if case.row else [None])
+    shared = [case for case in SOME if case.row]
+    calls = list(fused.loads(shared[:2], CPU))
     assert len(calls) == 4
     for call in calls:
         call()

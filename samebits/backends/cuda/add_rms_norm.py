@@ -19,12 +19,15 @@ def add_rms_norm(
     offset: float,
     once: bool,
     dtype: torch.dtype,
+    *,
+    sharing: rows.Sharing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """RMS norm in `dtype` of the rows of `x`, or of their sums with `residual`, and these sums."""
     device = x.get_device()
     out = runtime.empty(x.shape, dtype, device)
     total = runtime.empty((0,) if residual is None else x.shape, x.dtype, device)
-    add_rms_norm_into(x, residual, weight, out, total if residual is not None else None, eps, offset, once)
+    into = out, total if residual is not None else None
+    add_rms_norm_into(x, residual, weight, *into, eps, offset, once, sharing=sharing)
     return out, total
 
 
@@ -37,6 +40,8 @@ def add_rms_norm_into(
     eps: float,
     offset: float,
     once: bool,
+    *,
+    sharing: rows.Sharing | None = None,
 ) -> None:
     """The same into `out` and `total`, which may be operands."""
     if x.numel() == 0:
@@ -66,6 +71,7 @@ def add_rms_norm_into(
         low,
         *operands,
         *(*itertools.chain(*steps), rows_in_all, inner, n, eps, offset, int(once)),
+        sharing=sharing,
     )
     for written, into in zip(given[2:], (out, total), strict=True):
         if into is not None and written is not None and written.data_ptr() != into.data_ptr():
@@ -81,6 +87,8 @@ def add_rms_norm_backward(
     offset: float,
     once: bool,
     weighted: bool,
+    *,
+    sharing: rows.Sharing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x and residual; and, if `weighted`, what is summed over rows for that of the weight."""
     n, device = s.shape[-1], s.get_device()
@@ -107,6 +115,7 @@ def add_rms_norm_backward(
         low,
         *(address(x), address(g), address(more), address(weight), out.data_ptr()),
         *(terms.data_ptr() if weighted else 0, *steps, count, n, eps, offset, 1 / n, int(once)),
+        sharing=sharing,
     )
     return out, terms
 

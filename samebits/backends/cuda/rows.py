@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -136,20 +134,6 @@ def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
     return found + [s._replace(split=True) for s in found if n >= _LONG]
 
 
-_forced: Sharing | None = None
-
-
-@contextmanager
-def shared_as(sharing: Sharing | None) -> Iterator[None]:
-    """Rows that this is a choice for in this way, in all threads; unaligned ones with 1 as `vector`."""
-    global _forced
-    before, _forced = _forced, sharing
-    try:
-        yield
-    finally:
-        _forced = before
-
-
 def kernel_spec(
     entry: str,
     x: torch.dtype,
@@ -199,12 +183,15 @@ def _plan(
     out: torch.dtype,
     param: torch.dtype,
     aligned: bool,
-    forced: Sharing | None,
+    given: Sharing | None,
 ) -> tuple[runtime.Kernel, int, int]:
-    """A kernel of rows.cu, the rows that a block takes at a time, and how many blocks there are at most."""
+    """A kernel of rows.cu, the rows that a block takes at a time, and how many blocks there are at most.
+
+    `given` is a choice that is made already, if it is one for such rows; unaligned ones have 1 as `vector`.
+    """
     sharing = choose_sharing(entry, _MANY if many else 1, n, x, aligned, torch.float32 in (out, param))
-    if forced is not None and forced in sharings(n, x):
-        sharing = forced if aligned else forced._replace(vector=1, stages=0, whole=0)
+    if given is not None and given in sharings(n, x):
+        sharing = given if aligned else given._replace(vector=1, stages=0, whole=0)
     if entry != "add_rms_norm" or not aligned:
         sharing = sharing._replace(lanes=0)
     info = devices.device_info(device)
@@ -215,10 +202,16 @@ def _plan(
 
 
 def _launch(
-    entry: str, like: Tensor, out: torch.dtype, low: int, *values: Any, param: torch.dtype = torch.float32
+    entry: str,
+    like: Tensor,
+    out: torch.dtype,
+    low: int,
+    *values: Any,
+    param: torch.dtype = torch.float32,
+    sharing: Sharing | None = None,
 ) -> None:
     """:func:`launch` on the rows of the matrix `like`."""
-    launch(entry, *like.shape, like.get_device(), (like.dtype, out, param), low, *values)
+    launch(entry, *like.shape, like.get_device(), (like.dtype, out, param), low, *values, sharing=sharing)
 
 
 def launch(
@@ -229,6 +222,7 @@ def launch(
     types: tuple[torch.dtype, torch.dtype, torch.dtype],
     low: int,
     *values: Any,
+    sharing: Sharing | None = None,
 ) -> None:
     """Run a kernel that shares rows.
 
@@ -239,26 +233,27 @@ def launch(
         types: IN, OUT and PARAM.
         low: addresses, and bytes from row to row, by bitwise or. All are multiples of 16 if this is.
         values: the kernel's parameters.
+        sharing: instead of the choice, if it is one for such rows. It never changes a bit.
     """
     if rows == 0:
         return
-    if _forced is not None:
-        replay.refuse("a sharing is forced")
-    kernel, per_block, most = _plan(entry, device, rows >= _MANY, n, *types, low & 15 == 0, _forced)
+    if sharing is not None:
+        replay.refuse("a sharing is given")
+    kernel, per_block, most = _plan(entry, device, rows >= _MANY, n, *types, low & 15 == 0, sharing)
     kernel.launch((min(-(-rows // per_block), most), 1, 1), *values)
 
 
-def row_sum(x: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
+def row_sum(x: Tensor, mean: bool, dtype: torch.dtype, *, sharing: Sharing | None = None) -> Tensor:
     """Sums or means in `dtype` of the rows of ``x[rows, n]``."""
-    return _summed(x, int(mean), dtype)
+    return _summed(x, int(mean), dtype, sharing)
 
 
-def row_norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+def row_norm(x: Tensor, dtype: torch.dtype, *, sharing: Sharing | None = None) -> Tensor:
     """2-norms in `dtype` of the rows of ``x[rows, n]``."""
-    return _summed(x, 2, dtype)
+    return _summed(x, 2, dtype, sharing)
 
 
-def _summed(x: Tensor, what: int, dtype: torch.dtype) -> Tensor:
+def _summed(x: Tensor, what: int, dtype: torch.dtype, sharing: Sharing | None) -> Tensor:
     """Sums (0), means (1) or 2-norms (2) of rows."""
     x = with_rows(x)
     rows, n = x.shape
@@ -266,18 +261,18 @@ def _summed(x: Tensor, what: int, dtype: torch.dtype) -> Tensor:
     at, step = x.data_ptr(), x.stride(0)
     low = at | step * x.itemsize
     split = n >= _LONG and 0 < rows <= 64
-    if _forced is not None and _forced in sharings(n, x.dtype):
-        split = _forced.split
+    if sharing is not None:
+        replay.refuse("a sharing is given")
+        split = sharing.split if sharing in sharings(n, x.dtype) else split
     if split:
         _sum_long(x, out, low, what)
     else:
-        _launch("row_sum", x, dtype, low, at, out.data_ptr(), step, rows, n, what, param=dtype)
+        values = at, out.data_ptr(), step, rows, n, what
+        _launch("row_sum", x, dtype, low, *values, param=dtype, sharing=sharing)
     return out
 
 
 def _sum_long(x: Tensor, out: Tensor, low: int, what: int) -> None:
-    if _forced is not None:
-        replay.refuse("a sharing is forced")
     (rows, n), device = x.shape, x.get_device()
     steps = -(-n // (32 * VOCAB_BLOCK))
     sums = runtime.zeros((rows, steps, 32), torch.int32, device)
@@ -312,29 +307,38 @@ def _long_kernel(device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -
     return runtime.load(spec, device), _LONG_BLOCKS * info.sm_count
 
 
-def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
+def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype, *, sharing: Sharing | None = None) -> Tensor:
     """Softmax or its logarithm in `dtype` of the rows of ``x[rows, n]``."""
     x = with_rows(x)
     out = runtime.empty(x.shape, dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     entry = "log_softmax" if logarithm else "softmax"
     low = at | step * x.itemsize
-    _launch(entry, x, dtype, low, at, out.data_ptr(), step, *x.shape, param=dtype)
+    _launch(entry, x, dtype, low, at, out.data_ptr(), step, *x.shape, param=dtype, sharing=sharing)
     return out
 
 
-def softmax_backward(grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dtype) -> Tensor:
+def softmax_backward(
+    grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dtype, *, sharing: Sharing | None = None
+) -> Tensor:
     """Gradients in `dtype` of the rows that gave `out`."""
     grad, y = grad.contiguous(), out.contiguous()
     dx = runtime.empty(grad.shape, dtype, grad.get_device())
     at, y_at = grad.data_ptr(), y.data_ptr()
     entry = "log_softmax_backward" if logarithm else "softmax_backward"
-    _launch(entry, grad, dtype, at | y_at, at, y_at, dx.data_ptr(), *grad.shape, param=y.dtype)
+    values = at, y_at, dx.data_ptr(), *grad.shape
+    _launch(entry, grad, dtype, at | y_at, *values, param=y.dtype, sharing=sharing)
     return dx
 
 
 def norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    *,
+    sharing: Sharing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm of the rows of ``x[rows, n]`` (RMS norm without `centred`), means and 1 / deviations."""
     x = with_rows(x)
@@ -350,11 +354,20 @@ def norm(
         *(at, weight_at, bias_at, out.data_ptr(), means.data_ptr() if centred else 0, scales.data_ptr()),
         *(step, *x.shape, eps),
         param=param,
+        sharing=sharing,
     )
     return out, means, scales
 
 
-def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor) -> Tensor:
+def norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    means: Tensor,
+    scales: Tensor,
+    *,
+    sharing: Sharing | None = None,
+) -> Tensor:
     """Gradients of the rows of `x`."""
     x, grad = with_rows(x), with_rows(grad)
     (weight,) = _vectors(weight)
@@ -371,6 +384,7 @@ def norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor,
         # The last rows first: the sums over tokens, which follow, then find the first ones in the L2 cache.
         *(out.data_ptr(), *steps, *x.shape, x.shape[0] - 1, -1),
         param=torch.float32 if weight is None else weight.dtype,
+        sharing=sharing,
     )
     return out
 
@@ -386,13 +400,20 @@ def norm_columns(
 
 
 def norm_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor, dtype: torch.dtype
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    means: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    *,
+    sharing: Sharing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rows of `x`, and in `dtype` of weight and bias."""
     if together.takes(grad, x, weight):
         return together.norm_gradients(grad, x, weight, means, scales, dtype)
     return (
-        norm_backward(grad, x, weight, means, scales),
+        norm_backward(grad, x, weight, means, scales, sharing=sharing),
         *norm_columns(grad, x, means, scales, dtype),
     )
 

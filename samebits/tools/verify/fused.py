@@ -13,6 +13,7 @@ from torch import Tensor
 
 from samebits.ops import activation as alone
 from samebits.ops.add_rms_norm import add_rms_norm
+from samebits.ops.expand import sum_over_broadcast
 from samebits.ops.gated import Activation, gated
 from samebits.ops.logp import gather_logp
 from samebits.ops.rotary import rotary
@@ -38,7 +39,7 @@ class FusedCase:
         what: the line of the report that the case belongs to.
         name: what else tells the case from others.
         draw: makes its operands on a CPU.
-        run: computes the results of these, or of copies on a GPU.
+        run: computes the results of these, or of copies on a GPU. Where rows are shared it takes a `sharing`.
         row: length and dtype of the rows that threads share, if they do.
     """
 
@@ -108,13 +109,40 @@ def _norms(times: int) -> Iterator[FusedCase]:
             yield FusedCase("add_rms_norm", "in place", name, draw, _normed_in_place, (n, dtype))
 
 
-def _normed(form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor) -> Results:
-    alone = add_rms_norm(x, None, None)
-    return *add_rms_norm(x, residual, weight, **form), add_rms_norm(x, None, weight, **form), alone
+_EPS = 1e-6
 
 
-def _norm_gradients(form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor) -> Results:
+def _kernels(x: Tensor, sharing: Any) -> tuple[Any, dict[str, Any]]:
+    """The functions behind `add_rms_norm` on a device, and an argument of theirs."""
+    if not x.is_cuda:
+        from samebits.backends.reference import fused
+
+        return fused, {}
+    from samebits.backends.cuda import add_rms_norm as kernels
+
+    return kernels, {"sharing": sharing}
+
+
+def _normed(
+    form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor, *, sharing: Any = None
+) -> Results:
+    if sharing is None:
+        alone = add_rms_norm(x, None, None)
+        return *add_rms_norm(x, residual, weight, **form), add_rms_norm(x, None, weight, **form), alone
+    kernels, how = _kernels(x, sharing)
+    once, offset = form.get("rounding") == "once", form.get("offset", 0.0)
+    dtype = x.dtype if once else torch.promote_types(x.dtype, weight.dtype)
+    both = kernels.add_rms_norm(x, residual, weight, _EPS, offset, once, dtype, **how)
+    alone = kernels.add_rms_norm(x, None, None, _EPS, 0.0, False, x.dtype, **how)[0]
+    return *both, kernels.add_rms_norm(x, None, weight, _EPS, offset, once, dtype, **how)[0], alone
+
+
+def _norm_gradients(
+    form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor, *, sharing: Any = None
+) -> Results:
     """With a gradient of the sum, and without; x stands for gradients, too."""
+    if sharing is not None:
+        return _norm_gradients_shared(form, x, residual, weight, sharing)
     with torch.enable_grad():
         r, w = (t.detach().requires_grad_() for t in (residual, weight))
         y, total = add_rms_norm(x, r, w, **form)
@@ -123,10 +151,30 @@ def _norm_gradients(form: dict[str, Any], x: Tensor, residual: Tensor, weight: T
         return *both, *torch.autograd.grad(y, [r, w], of_y)
 
 
-def _normed_in_place(packed: Tensor, residual: Tensor, weight: Tensor) -> Results:
+def _norm_gradients_shared(
+    form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor, sharing: Any
+) -> Results:
+    (kernels, how), found = _kernels(x, sharing), []
+    once, offset = form.get("rounding") == "once", form.get("offset", 0.0)
+    dtype = x.dtype if once else torch.promote_types(x.dtype, weight.dtype)
+    total = kernels.add_rms_norm(x, residual, weight, _EPS, offset, once, dtype, **how)[1]
+    of_y = residual.to(dtype)
+    for of_sum in (x, None):
+        of_r, terms = kernels.add_rms_norm_backward(
+            of_y, of_sum, total, weight, _EPS, offset, once, True, **how
+        )
+        found += [of_r, sum_over_broadcast(terms, weight.shape).to(weight.dtype)]
+    return tuple(found)
+
+
+def _normed_in_place(packed: Tensor, residual: Tensor, weight: Tensor, *, sharing: Any = None) -> Results:
     packed, residual = packed.clone(), residual.clone()
     x = packed[:, 1:-1]
-    if weight.dtype == x.dtype:
+    if sharing is not None:
+        kernels, how = _kernels(x, sharing)
+        once = weight.dtype != x.dtype
+        kernels.add_rms_norm_into(x, residual, weight, x, residual, _EPS, 0.0, once, **how)
+    elif weight.dtype == x.dtype:
         add_rms_norm(x, residual, weight, out=x, out_sum=residual)
     else:
         add_rms_norm(x, residual, weight, rounding="once", out=x, out_sum=residual)
@@ -275,24 +323,26 @@ def _logits(kind: str, rows: int, vocabulary: int, n: int, dtype: torch.dtype) -
     return *_drawn(kind, ((rows, vocabulary), dtype)), ids
 
 
-def _ways(case: FusedCase) -> Iterator[tuple[Any, Any]]:
-    """How threads may share its rows, and a context for each."""
+def _sharings(case: FusedCase) -> list[Any]:
+    """How threads may share its rows; None is the choice."""
     from samebits.backends.cuda import rows
 
-    for sharing in (None, *(rows.sharings(*case.row) if case.row else ())):
-        yield sharing, rows.shared_as(sharing)
+    return [None, *(rows.sharings(*case.row) if case.row else ())]
+
+
+def _run(case: FusedCase, operands: Sequence[Tensor], sharing: Any) -> Results:
+    return case.run(*operands) if sharing is None else case.run(*operands, sharing=sharing)
 
 
 def loads(cases: Sequence[FusedCase], device: torch.device) -> Iterator[Callable[[], object]]:
     """Calls that load the kernels of `cases`."""
 
-    def call(case: FusedCase, way: Any) -> None:
-        with way:
-            case.run(*(t.to(device) for t in case.draw()))
+    def call(case: FusedCase, sharing: Any) -> None:
+        _run(case, [t.to(device) for t in case.draw()], sharing)
 
     for case in cases:
-        for _, way in _ways(case):
-            yield partial(call, case, way)
+        for sharing in _sharings(case):
+            yield partial(call, case, sharing)
 
 
 def verify_fused(report: Report, cases: Sequence[FusedCase], device: torch.device) -> None:
@@ -301,10 +351,10 @@ def verify_fused(report: Report, cases: Sequence[FusedCase], device: torch.devic
         operands = case.draw()
         want = [t.to(device) for t in case.run(*operands)]
         placed = [t.to(device) for t in operands]
-        for sharing, way in _ways(case):
+        for sharing in _sharings(case):
             doing = f"{case.kernel}, {case.what}, {case}, {sharing}"
-            with running(doing), way, Surrounded() as room:
-                got = case.run(*placed)
+            with running(doing), Surrounded() as room:
+                got = _run(case, placed, sharing)
                 finish(doing)
             for g, w in zip(got, want, strict=True):
                 report.compare(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +35,18 @@ EPS, SCALE = 1e-5, 0.7
 IDS, PADDING, IGNORED = 11, 3, -1
 
 
+class _Shared:
+    """A module of row reductions, with an argument `sharing` for the functions that take it."""
+
+    def __init__(self, rows: Any, sharing: Any) -> None:
+        self._rows, self._sharing = rows, sharing
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._rows, name)
+        takes = "sharing" in inspect.signature(found).parameters
+        return partial(found, sharing=self._sharing) if takes else found
+
+
 class RowBackend(NamedTuple):
     """A backend's kernels: its modules, and the functions that may have schedules."""
 
@@ -49,7 +61,10 @@ class RowBackend(NamedTuple):
     """The schedules of one of these two functions; none without a fused kernel."""
     sharings: Callable[[int, torch.dtype], Sequence[Any]] = lambda n, dtype: ("",)
     """The ways to share rows of so many values."""
-    shared_as: Callable[[Any], AbstractContextManager[None]] = lambda sharing: nullcontext()
+
+    def under(self, sharing: Any) -> RowBackend:
+        """This backend, whose functions of rows share them so, if they can be told."""
+        return self._replace(rows=_Shared(self.rows, sharing)) if sharing else self
 
     def tried(self, case: Reduction) -> Sequence[Any]:
         """The schedules under which the backend runs a case; none if it does not run it."""
@@ -69,7 +84,7 @@ def on_cuda(fused: bool) -> RowBackend:
 
     grad_logits = partial(grad_logits_by, linear_logp_sm90.grad_logits_later)
     fused_ones = linear_logp_sm90.statistics, grad_logits, schedules
-    return RowBackend("", rows, logp, *fused_ones, rows.sharings, rows.shared_as)
+    return RowBackend("", rows, logp, *fused_ones, rows.sharings)
 
 
 def on_triton(contract: Contract, device: int) -> RowBackend:
@@ -321,11 +336,10 @@ class Reducer:
     def __call__(self, on: RowBackend, o: RowOperands, schedule: Any) -> Results:
         if self.entry:
             return self.run(on, o, schedule)
-        with on.shared_as(schedule or None):
-            return self.run(on, o)
+        return self.run(on.under(schedule), o)
 
 
-_ROWS = {
+ROWS = {
     "sum": Reducer(lambda on, o: (on.rows.row_sum(o.x, False, o.y.dtype),), SAME + WIDER),
     "mean": Reducer(lambda on, o: (on.rows.row_sum(o.x, True, o.y.dtype),), SAME),
     "2-norm": Reducer(lambda on, o: (on.rows.row_norm(o.x, o.y.dtype),), SAME),
@@ -376,7 +390,7 @@ _LOGP = {
         partial(_fused_grad_logits, bias=True, entropy=False), HALF, "grad_logits"
     ),
 }
-KERNELS = _ROWS | _LOGP
+KERNELS = ROWS | _LOGP
 
 Size = tuple[int, int, int]
 """Rows, n and features."""

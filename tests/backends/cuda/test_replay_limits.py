@@ -16,7 +16,7 @@ from torch import Tensor
 import samebits
 from samebits.backends import replay
 from samebits.backends.cuda import driver, rows, runtime
-from samebits.ops import linear_logp, reduce, softmax
+from samebits.ops import linear_logp, reduce
 from tests.backends.cuda.test_replay import BF16, F32, KEY, ids, replays, t
 from tests.mode.test_plans import of_operators
 from tests.support.fake_gpu import FakeGpu, fake_gpu
@@ -155,13 +155,11 @@ def test_other_results_are_refused(gpu: FakeGpu) -> None:
     assert {type(call(x)) for _ in range(4)} == {Pair}
 
 
-def test_a_forced_sharing_is_not_recorded(gpu: FakeGpu) -> None:
-    call: Any = softmax._operator._cuda
-    call.recipes.clear()
+def test_a_given_sharing_is_not_recorded(gpu: FakeGpu) -> None:
     x, (sharing, *_) = t(5, 2048), rows.sharings(2048, BF16)
-    with rows.shared_as(sharing):
-        for _ in range(2):
-            call(x, False)
+    call: Any = replay.replayed(lambda x: rows.softmax(x, False, BF16, sharing=sharing))
+    for _ in range(2):
+        call(x)
     assert [*call.recipes.values()] == [None]
 
 
