@@ -1,6 +1,6 @@
 """Compiles what a run on a Hopper GPU will need, on a machine without one: time on a GPU is short.
 
-SAMEBITS_CACHE_DIR=DIR python -m benchmarks.ahead [verify] [held_out]
+SAMEBITS_CACHE_DIR=DIR python -m benchmarks ahead [verify] [held_out]
 
 It fills the on-disk cache with the CUDA kernels of ``samebits verify`` and of ``benchmarks.held_out``, with a
 process for each CPU: some 8,500, in about 20 minutes on two. Carry DIR to the GPU's machine, whose NVRTC must

@@ -1,6 +1,6 @@
 """Attention's bits and how a sequence is fed: benchmarks/results/<gpu>/attention_invariance.json.
 
-python -m benchmarks.attention_invariance [--device cpu] [--commit COMMIT] [--out FILE]
+python -m benchmarks attention_invariance [--device cpu] [--commit COMMIT] [--out FILE]
 
 Every query of one prefill is computed again: in chunks, in decoding with and without pages, packed and padded
 among other sequences, and over a cache that has dropped keys. So are the gradients, packed and padded.
@@ -8,19 +8,17 @@ among other sequences, and over a cache that has dropped keys. So are the gradie
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import RESULTS, arguments, environment, results, write
 from samebits.backends.attention import SEGMENT
 from samebits.ops.attention import attention
 from samebits.testing import bits
@@ -221,10 +219,8 @@ def invariance(setups: tuple[Setup, ...], sizes: Sizes, device: str) -> list[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of the file under benchmarks/results")
     options = parser.parse_args()
     record = environment(options.commit)
     begin = time.perf_counter()
@@ -243,8 +239,8 @@ def main() -> None:
             if way["differing"]:
                 print(f"{way['differing']:,} of {way['values']:,} differ: {way['way']}, {s}")
     print(f"{data['compared']:,} values, {data['differing']:,} differ, {data['seconds']} s")
-    folder = "cpu" if small else slug(torch.cuda.get_device_name())
-    out: Path = options.out or RESULTS / folder / "attention_invariance.json"
+    name = "attention_invariance.json"
+    out = options.out or RESULTS / "cpu" / name if small else results(options.out, name)
     if options.out or not small:
         write(out, data)
     sys.exit(bool(data["differing"]))

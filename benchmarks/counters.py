@@ -1,6 +1,6 @@
 """Hardware counters of samebits' and PyTorch's products, recorded in results/<gpu>/counters.json.
 
-python -m benchmarks.counters [--commit COMMIT] [--out FILE]
+python -m benchmarks counters [--commit COMMIT] [--out FILE]
 
 It runs each product once under Nsight Compute, which must be on the PATH and allowed to read the counters.
 Caches are cold, and everything else is warmed up by earlier launches. Clocks are not changed.
@@ -8,7 +8,6 @@ Caches are cold, and everything else is warmed up by earlier launches. Clocks ar
 
 from __future__ import annotations
 
-import argparse
 import csv
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, save
 from samebits.tools.bench.cases import F32, BenchCase, contestants, make_operands
 
 CASES = (
@@ -84,9 +83,7 @@ def parse(text: str) -> list[dict[str, list[dict[str, Any]]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/counters.json")
+    parser = arguments(__doc__)
     parser.add_argument("--run", action="store_true", help="only what is profiled")
     options = parser.parse_args()
     if options.run:
@@ -106,7 +103,7 @@ def main() -> None:
     cases = [case.record() | kernels for case, kernels in zip(CASES, found, strict=True)]
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     data = {"environment": record | {"multiprocessors": multiprocessors}, "cases": cases}
-    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "counters.json", data)
+    save(options.out, "counters.json", data)
 
 
 if __name__ == "__main__":

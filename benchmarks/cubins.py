@@ -1,6 +1,6 @@
 """Hashes of the CUDA kernels' machine code, to prove that a change of their sources changes no instruction.
 
-python -m benchmarks.cubins DIR [--against FILE] [--only SOURCE]
+python -m benchmarks cubins DIR [--against FILE] [--only SOURCE]
 
 It compiles a fixed list of kernels without a GPU, with a process for each CPU. The list has every kernel,
 architecture, kind of schedule and branch of the preprocessor. DIR/cubins.json gets two hashes of each kernel:

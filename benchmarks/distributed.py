@@ -1,6 +1,6 @@
 """What sums over ranks cost beside NCCL's, and whether models of several sizes have the same bits.
 
-torchrun --nproc-per-node N -m benchmarks.distributed [--smoke] [--commit COMMIT] [--out FILE]
+torchrun --nproc-per-node N -m benchmarks distributed [--smoke] [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/distributed.json: exchanges, row-parallel linear layers, log-probabilities
 with the vocabulary split, whole training steps of a Llama, and how many values of such a step differ from
@@ -10,7 +10,6 @@ it runs.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -28,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, parallel
 
 import samebits
 from benchmarks.models import BILLION
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, save
 from samebits.distributed import (
     ordered_all_reduce,
     ordered_reduce_scatter,
@@ -226,14 +225,8 @@ def steps(mesh: DeviceMesh, sizes: dict[str, Any], batches: tuple[tuple[int, int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, and no file")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument(
-        "--out", type=results_file, help="instead of benchmarks/results/<gpu>/distributed.json"
-    )
     options = parser.parse_args()
     ranks = int(os.environ["WORLD_SIZE"])
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
@@ -259,8 +252,7 @@ def main() -> None:
         console = Console(width=150)
         console.print_json(data=data)
         if not small:
-            gpu = slug(torch.cuda.get_device_name())
-            write(options.out or RESULTS / gpu / "distributed.json", data)
+            save(options.out, "distributed.json", data)
     differing = data["llama"]["values that differ from one rank's"]
     dist.destroy_process_group()
     sys.exit(bool(differing))

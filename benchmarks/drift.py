@@ -1,6 +1,6 @@
 """The audit of MiniLM, summed over layers: how many rows of a real model change their bits with the batch.
 
-python -m benchmarks.drift
+python -m benchmarks drift
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Errors of products in FP8 beside PyTorch's: benchmarks/results/<gpu>/fp8_accuracy.json.
 
-python -m benchmarks.fp8_accuracy [--commit COMMIT] [--out FILE]
+python -m benchmarks fp8_accuracy [--commit COMMIT] [--out FILE]
 
 Both multiply the same quantized operands. An error is the root mean square of the difference from their
 product in float64, relative to that of the product. Beside it stands the error that quantization makes.
@@ -8,7 +8,6 @@ product in float64, relative to that of the product. Beside it stands the error 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 import samebits
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, results, write
 from benchmarks.scaled import SIZES, for_pytorch
 
 M = 512
@@ -69,11 +68,9 @@ def measure(kind: str, k: int, n: int, device: str = "cuda") -> list[dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of the file under benchmarks/results")
+    parser = arguments(__doc__)
     options = parser.parse_args()
-    out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "fp8_accuracy.json"
+    out = results(options.out, "fp8_accuracy.json")
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     cases = [case for kind, (k, n) in itertools.product(KINDS, SIZES) for case in measure(kind, k, n)]

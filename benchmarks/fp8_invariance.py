@@ -1,6 +1,6 @@
 """Products in FP8 and how their rows come: benchmarks/results/<gpu>/fp8_invariance.json.
 
-python -m benchmarks.fp8_invariance [--device cpu] [--commit COMMIT] [--out FILE]
+python -m benchmarks fp8_invariance [--device cpu] [--commit COMMIT] [--out FILE]
 
 Every row of one product is computed again: under every schedule, in batches of other sizes, in another order,
 beside NaN, and at other addresses. Samples are compared with the CPU reference and with the second
@@ -10,13 +10,11 @@ whole. Quantized operands and layers with their gradients are computed again, to
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ from torch.nn.functional import ScalingType
 
 import samebits
 from benchmarks.attention_invariance import Way, compare
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import RESULTS, arguments, environment, results, write
 from samebits.ops._scaled import blocks
 from tests.support import scaled as second
 
@@ -270,10 +268,8 @@ def invariance(setups: tuple[Setup, ...], sizes: Sizes, device: str) -> list[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of the file under benchmarks/results")
     options = parser.parse_args()
     record = environment(options.commit)
     begin = time.perf_counter()
@@ -292,8 +288,8 @@ def main() -> None:
             if way["differing"]:
                 print(f"{way['differing']:,} of {way['values']:,} differ: {way['way']}, {s}")
     print(f"{data['compared']:,} values, {data['differing']:,} differ, {data['seconds']} s")
-    folder = "cpu" if small else slug(torch.cuda.get_device_name())
-    out: Path = options.out or RESULTS / folder / "fp8_invariance.json"
+    name = "fp8_invariance.json"
+    out = options.out or RESULTS / "cpu" / name if small else results(options.out, name)
     if options.out or not small:
         write(out, data)
     sys.exit(bool(data["differing"]))

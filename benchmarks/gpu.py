@@ -1,17 +1,15 @@
 """The products of ``samebits bench`` and their environment, recorded in benchmarks/results/<gpu>/bench.json.
 
-python -m benchmarks.gpu [--quick] [--dtype NAME...] [--peers] [--backend NAME] [--commit COMMIT]
+python -m benchmarks gpu [--quick] [--dtype NAME...] [--peers] [--backend NAME] [--commit COMMIT]
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-import torch
 from rich.console import Console
 
-from benchmarks.record import RESULTS, environment, lines_of_progress, results_file, slug, write
+from benchmarks.record import arguments, environment, lines_of_progress, save
 from samebits.tools import bench
 from samebits.tools.text import dtype_name
 
@@ -19,15 +17,11 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few shapes")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="only products of these")
     parser.add_argument("--peers", action="store_true", help="other libraries too, if installed")
     parser.add_argument("--backend", help="in place of the automatic choice")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument(
-        "--out", type=results_file, help="instead of benchmarks/results/<gpu>/bench.json, or BACKEND.json"
-    )
     options = parser.parse_args()
     record = environment(options.commit)
     console = Console(width=150)
@@ -39,8 +33,7 @@ def main() -> None:
     )
     measured = data["environment"]
     data["environment"] = record | measured | {"versions": record["versions"] | measured["versions"]}
-    gpu = slug(torch.cuda.get_device_name())
-    write(options.out or RESULTS / gpu / f"{options.backend or 'bench'}.json", data)
+    save(options.out, f"{options.backend or 'bench'}.json", data)
     console.print(bench.show(data))
     for case in data["red"]:
         console.print(f"RED {case}", style="red", highlight=False)

@@ -20,36 +20,36 @@ measure() { # NAME SECONDS COMMAND...
   [[ $wanted == "  " || $wanted == *" $name "* ]] || return 0
   ran+=" $name "
   printf '\n==> %s\n' "$name"
-  timeout --signal INT --kill-after 20 "$limit" "$python" -m "$@" --commit "$commit" --out "$out/$name.json" \
+  timeout --signal INT --kill-after 20 "$limit" "$python" -m benchmarks "$@" --commit "$commit" --out "$out/$name.json" \
     >"$out/$name.log" 2>&1 || status=1
   tail -n 24 "$out/$name.log" | cut -c1-180
 }
 
-measure logp 150 benchmarks.logp
-measure peers 200 benchmarks.peers
-measure models 170 benchmarks.models
-measure steps 200 benchmarks.steps
-measure rows 90 benchmarks.rows
-measure grouped 240 benchmarks.grouped
-measure host 90 benchmarks.host
-measure native 200 benchmarks.native
-measure scaled 90 benchmarks.scaled --only scaled
-measure scaled_grouped 60 benchmarks.scaled --only scaled_grouped
-measure unaligned 60 benchmarks.unaligned
-measure fp8_accuracy 60 benchmarks.fp8_accuracy
-measure fp8_invariance 180 benchmarks.fp8_invariance
-measure segments 120 benchmarks.segments
-measure held_out 300 benchmarks.held_out
-measure bench 450 benchmarks.gpu
-measure attention 300 benchmarks.attention
-measure paged 90 benchmarks.paged
-measure attention_invariance 180 benchmarks.attention_invariance
-measure counters 60 benchmarks.counters
-measure triton 200 benchmarks.gpu --quick --backend triton
-measure verify 600 benchmarks.verify
+measure logp 150 logp
+measure peers 200 peers
+measure models 170 models
+measure steps 200 steps
+measure rows 90 rows
+measure grouped 240 grouped
+measure host 90 host
+measure native 200 native
+measure scaled 90 scaled --only scaled
+measure scaled_grouped 60 scaled --only scaled_grouped
+measure unaligned 60 unaligned
+measure fp8_accuracy 60 fp8_accuracy
+measure fp8_invariance 180 fp8_invariance
+measure segments 120 segments
+measure held_out 300 held_out
+measure bench 450 gpu
+measure attention 300 attention
+measure paged 90 paged
+measure attention_invariance 180 attention_invariance
+measure counters 60 counters
+measure triton 200 gpu --quick --backend triton
+measure verify 600 verify
 if "$python" -c 'import vllm' 2>/dev/null; then
-  measure vllm 600 benchmarks.vllm
-  measure vllm_bits 400 benchmarks.vllm_bits
+  measure vllm 600 vllm
+  measure vllm_bits 400 vllm_bits
 fi
 for name in $wanted; do
   [[ $ran == *" $name "* ]] || { echo "unknown: $name" && status=2; }

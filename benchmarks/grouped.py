@@ -1,13 +1,12 @@
 """Grouped products of experts beside torch._grouped_mm: benchmarks/results/<gpu>/grouped.json.
 
-python -m benchmarks.grouped [--quick] [--commit COMMIT] [--out FILE]
+python -m benchmarks grouped [--quick] [--commit COMMIT] [--out FILE]
 
 Every result is compared with the CPU reference, in some rows and columns, before it is timed.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -21,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 import samebits
-from benchmarks.record import RESULTS, environment, lines_of_progress, results_file, slug, write
+from benchmarks.record import arguments, environment, lines_of_progress, save
 from samebits.backends.cuda import devices
 from samebits.backends.cuda.matmul import family
 from samebits.backends.reference import grouped as reference
@@ -210,10 +209,8 @@ def run(cases: Sequence[GroupedCase], progress: Callable[[float, str], None]) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few cases")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/grouped.json")
     options = parser.parse_args()
     console = Console(width=140)
     record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.on(family(0)).digest()}
@@ -221,7 +218,7 @@ def main() -> None:
     console.print(show(data))
     for case in data["red"]:
         console.print(f"RED {case}", style="red", highlight=False)
-    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "grouped.json", data)
+    save(options.out, "grouped.json", data)
     sys.exit(bool(data["red"]))
 
 

@@ -1,6 +1,6 @@
 """Tuned and untuned schedules beside cuBLAS, on shapes that no fit of the cost model has seen.
 
-python -m benchmarks.held_out
+python -m benchmarks held_out
 
 Forty shapes are drawn by a seed that changes only when they have taught the cost model a rule: (K, N) of
 current models' projections, none of them in ``samebits bench``, and M of three groups. Each is measured
@@ -11,7 +11,6 @@ bench``: the times are not the lucky ones that decided.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -25,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import RESULTS, environment, lines_of_progress, results_file, slug, write
+from benchmarks.record import arguments, environment, lines_of_progress, results, results_file, write
 from samebits.backends.cuda import devices, precompile
 from samebits.backends.cuda.shapes import ProductShape
 from samebits.backends.cuda.tuned import schedule_data
@@ -140,12 +139,8 @@ def show(data: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser = arguments(__doc__)
     parser.add_argument("--budget", type=float, default=250, help="begin no product after so many seconds")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/held_out.json")
     parser.add_argument("--every", type=results_file, help="microseconds of all schedules, to fit costs to")
     options = parser.parse_args()
     start, console, record = time.monotonic(), Console(width=130), environment(options.commit)
@@ -171,7 +166,7 @@ def main() -> None:
             data["cases"].append({"work": work, "m": m, "k": k, "n": n, "us": us, "schedules": schedules})
             every_time.append({"work": work, "m": m, "k": k, "n": n} | all_times(of, early))
     data["left"] = len(every) - len(data["cases"])
-    out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "held_out.json"
+    out = results(options.out, "held_out.json")
     console.print(show(data))
     console.print(f"{len(data['cases'])} of {len(every)} products in {time.monotonic() - start:.0f} s")
     write(out, data)

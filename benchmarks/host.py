@@ -1,6 +1,6 @@
 """What a call costs the CPU, in PyTorch and in both forms of the mode: benchmarks/results/<gpu>/host.json.
 
-python -m benchmarks.host [--device cpu] [--commit COMMIT] [--out FILE]
+python -m benchmarks host [--device cpu] [--commit COMMIT] [--out FILE]
 
 Calls are small, and no loop waits for the GPU. Each form has a process of its own, since what the switch of
 the process registers stays. They take turns at every call, as :mod:`benchmarks.turns` says.
@@ -8,7 +8,6 @@ the process registers stays. They take turns at every call, as :mod:`benchmarks.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 import samebits
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, save
 from benchmarks.turns import processes
 
 Call = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -145,11 +144,9 @@ def show(data: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--count", type=int, default=100, help="calls in a turn")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/host.json")
     options = parser.parse_args()
     if samebits.is_batch_invariant_mode_enabled():
         parser.error("the process is in the mode already")
@@ -161,7 +158,7 @@ def main() -> None:
     data = {"environment": record, "cases": cases}
     Console(width=110).print(show(data))
     if options.out or options.device == "cuda":
-        write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "host.json", data)
+        save(options.out, "host.json", data)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time and memory of log-probabilities in samebits, torch and other libraries.
 
-python -m benchmarks.logp [--commit COMMIT] [--out FILE]
+python -m benchmarks logp [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/logp.json. Times are medians of eager calls, which include the check of
 targets, and of CUDA graphs, without CPU launch overhead. Each contestant runs alone before it is timed, until
@@ -9,7 +9,6 @@ the clock follows its power. Cases with wrong bits are not timed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 import samebits
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, save
 from samebits.testing import assert_same_bits
 from samebits.tools.bench import BenchCase
 from samebits.tools.bench.cases import stored_logits
@@ -158,18 +157,14 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/logp.json")
+    parser = arguments(__doc__)
     options = parser.parse_args()
     data: dict[str, Any] = {"environment": environment(options.commit), "cases": []}
     for case in CASES:
         data["cases"].append(measure(case))
         print(data["cases"][-1])
         torch.cuda.empty_cache()
-    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "logp.json", data)
+    save(options.out, "logp.json", data)
 
 
 if __name__ == "__main__":

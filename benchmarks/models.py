@@ -1,6 +1,6 @@
 """Models of `transformers` on a GPU, in PyTorch and under ``samebits.batch_invariant``, in one run.
 
-python -m benchmarks.models [--commit COMMIT] [--out FILE]
+python -m benchmarks models [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/models.json, and embeddings.json beside it. They have:
 
@@ -12,7 +12,6 @@ It writes benchmarks/results/<gpu>/models.json, and embeddings.json beside it. T
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import importlib.util
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.record import RESULTS, ROOT, environment, results_file, slug, write
+from benchmarks.record import ROOT, arguments, environment, results, write
 from samebits import batch_invariant
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -182,15 +181,7 @@ def embeddings(device: str = "cuda") -> dict[str, Any] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument(
-        "--out",
-        type=results_file,
-        help="instead of benchmarks/results/<gpu>/models.json; embeddings.json beside it",
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     if options.steps < 2:
@@ -203,7 +194,7 @@ def main() -> None:
         "micro_batches": micro_batches(),
         "forward": forward_times(),
     }
-    out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "models.json"
+    out = results(options.out, "models.json")
     write(out, data)
     if found := embeddings():
         write(out.with_name("embeddings.json"), {"environment": data["environment"], **found})

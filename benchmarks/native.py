@@ -1,6 +1,6 @@
 """``libsamebits`` beside the same products through PyTorch: benchmarks/results/<gpu>/native.json.
 
-python -m benchmarks.native [--archive FILE] [--commit COMMIT] [--out FILE]
+python -m benchmarks native [--archive FILE] [--commit COMMIT] [--out FILE]
 
 Sixty cases of ``samebits bench``, each compared bit for bit and then timed in CUDA graphs. And what a call
 costs the CPU, from C and through ``samebits_native``, where the loop never waits for the GPU. Without an
@@ -9,7 +9,6 @@ archive, one is made.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import itertools
 import math
@@ -24,7 +23,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.record import RESULTS, ROOT, environment, lines_of_progress, results_file, slug, write
+from benchmarks.record import ROOT, arguments, environment, lines_of_progress, save
 from samebits.backends.cuda import devices
 from samebits.testing import assert_same_bits
 from samebits.tools.bench.cases import BF16, CASES, F32, BenchCase, contestants, make_operands, packed_lengths
@@ -139,17 +138,15 @@ def host(of: engine.Engine, loop: Any, m: int, k: int, n: int, dtype: torch.dtyp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--archive", type=Path, help="made by samebits export")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=results_file)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     device, info = torch.device("cuda", 0), devices.device_info(0)
     say = lines_of_progress(Console(stderr=True))
     with tempfile.TemporaryDirectory() as name:
-        built, path = library(Path(name)), arguments.archive or Path(name) / "archive"
+        built, path = library(Path(name)), options.archive or Path(name) / "archive"
         start = time.perf_counter()
-        if arguments.archive is None:
+        if options.archive is None:
             archive = build(info.arch.target, list(DTYPES.values()))
             path.write_bytes(archive.pack(compile_all(archive.specs, info.arch.target, say)))
         exported = time.perf_counter() - start
@@ -166,7 +163,7 @@ def main() -> None:
         ratios = [c["us"]["torch"] / c["us"]["native"] for c in measured]
         hosts = [host(of, loop, *shape, dtype) for shape in HOST for dtype in (BF16, F32)]
         data = {
-            "environment": environment(arguments.commit),
+            "environment": environment(options.commit),
             "archive_bytes": path.stat().st_size,
             "seconds": {"export": round(exported, 1), "load": round(loaded, 2)},
             "speed": {"mean": round(statistics.geometric_mean(ratios), 4), "worst": round(min(ratios), 4)},
@@ -175,7 +172,7 @@ def main() -> None:
         }
         torch.cuda.synchronize()
         of.close()
-    write(arguments.out or RESULTS / slug(torch.cuda.get_device_name()) / "native.json", data)
+    save(options.out, "native.json", data)
     print(f"speed beside PyTorch's path: {data['speed']}; host: {[c['us'] for c in hosts]}")
 
 

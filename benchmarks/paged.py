@@ -1,13 +1,12 @@
 """Decoding over pages, in tables as wide as 8,192 keys, beside the same keys without pages: paged.json.
 
-python -m benchmarks.paged [--commit COMMIT] [--out FILE]
+python -m benchmarks paged [--commit COMMIT] [--out FILE]
 
 One query of each sequence, in CUDA graphs. Bits are compared before anything is timed.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
@@ -19,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import samebits
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, save
 from samebits.testing import assert_same_bits
 from samebits.tools.bench.clock import Race
 
@@ -79,11 +78,7 @@ def show(data: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/paged.json")
+    parser = arguments(__doc__)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks.paged needs a GPU")
@@ -92,7 +87,7 @@ def main() -> None:
     with torch.inference_mode():
         for (rows, keys), page in itertools.product(CASES, PAGES):
             data["cases"].append(measure(rows, keys, page))
-    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "paged.json", data)
+    save(options.out, "paged.json", data)
     Console(width=120).print(show(data))
 
 

@@ -1,6 +1,6 @@
 """Other libraries beside samebits and PyTorch, all in one run.
 
-python -m benchmarks.peers [--commit COMMIT] [--out FILE]
+python -m benchmarks peers [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/peers.json: products, as ``samebits bench`` measures them;
 two steps of the model of ``benchmarks.steps``; and log-probabilities, as ``benchmarks.logp`` does.
@@ -10,14 +10,12 @@ with the same rows in smaller batches. The file is written anew after each part.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from torch import Tensor
 import samebits.transformers
 from benchmarks import logp, steps
 from benchmarks.models import BILLION
-from benchmarks.record import RESULTS, environment, lines_of_progress, results_file, slug, write
+from benchmarks.record import arguments, environment, lines_of_progress, results, write
 from samebits.tools.bench import BenchCase, bench
 from samebits.tools.bench.cases import PEERS
 from samebits.tools.bench.report import ratio
@@ -180,14 +178,10 @@ def show(data: Data) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/peers.json")
+    parser = arguments(__doc__)
     options = parser.parse_args()
     console = Console(width=150)
-    out: Path = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "peers.json"
+    out = results(options.out, "peers.json")
     data: Data = {"environment": environment(options.commit)}
     data["environment"]["versions"] |= {name: version(name) for name in NAMES if find_spec(name)}
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """Draw docs/assets/*.svg from benchmarks/results. With --check, fail if a picture is not up to date.
 
-python -m benchmarks.plot [--check]
+python -m benchmarks plot [--check]
 """
 
 from __future__ import annotations
@@ -430,7 +430,7 @@ def main() -> None:
             path.write_text(text)
             print(f"wrote {path}")
     if options.check and stale:
-        raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks.plot")
+        raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks plot")
 
 
 if __name__ == "__main__":

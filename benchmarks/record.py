@@ -103,6 +103,25 @@ def results_file(name: str) -> Path:
     return path
 
 
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The options of every benchmark that writes results. It may add some of its own."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--out", type=results_file, help="instead of the file in benchmarks/results")
+    return parser
+
+
+def results(out: Path | None, name: str) -> Path:
+    """Where results go: the file that ``--out`` names, or that of the GPU at hand."""
+    return out or RESULTS / slug(torch.cuda.get_device_name()) / name
+
+
+def save(out: Path | None, name: str, data: dict[str, Any]) -> None:
+    write(results(out, name), data)
+
+
 def write(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(lines(data) + "\n")

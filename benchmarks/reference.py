@@ -1,6 +1,6 @@
 """Speed of the CPU reference, mmasim (which computes the same bits) and torch.matmul (which does not).
 
-python -m benchmarks.reference
+python -m benchmarks reference
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Block-scaled FP8 products beside PyTorch's own and bf16.
 
-python -m benchmarks.scaled [--schedules] [--quick] [--only RESULTS] [--commit COMMIT] [--out FILE]
+python -m benchmarks scaled [--schedules] [--quick] [--only RESULTS] [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/scaled.json, and scaled_grouped.json: groups of rows, and quantization.
 
@@ -12,7 +12,6 @@ timed beside a copy that moves as many bytes.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
@@ -26,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, save
 from samebits.backends.cuda import quantize, scaled
 from samebits.backends.cuda.products import scaled_grouped_sm90, scaled_sm90
 from samebits.backends.cuda.products.scaled_grouped_sm90 import ScaledGrouped
@@ -254,16 +253,13 @@ FILES = {"scaled": ("cases",), "scaled_grouped": ("grouped", "quantize")}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--schedules", action="store_true")
     parser.add_argument("--quick", action="store_true", help="half of the sizes")
     parser.add_argument("--only", choices=FILES, help="one file of results")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=results_file, help="where the one file goes")
     options = parser.parse_args()
     if options.out and not options.only:
         parser.error("--out: expected --only with it, for there are several files")
-    folder = RESULTS / slug(torch.cuda.get_device_name())
     record = environment(options.commit)
     torch.manual_seed(0)
     for name in FILES if options.only is None else (options.only,):
@@ -273,7 +269,7 @@ def main() -> None:
             for run in runs(part, options.quick, options.schedules):
                 data[part] += run()
                 print(part, data[part][-1], file=sys.stderr)
-            write(options.out or folder / f"{name}.json", data)
+            save(options.out, f"{name}.json", data)
         Console().print(summary(data))
 
 

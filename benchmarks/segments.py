@@ -1,6 +1,6 @@
 """What segments cost: products under ``TENSOR_CORE.segmented(8)`` beside the plain contract.
 
-python -m benchmarks.segments [--segments S] [--schedules] [--commit COMMIT] [--out FILE]
+python -m benchmarks segments [--segments S] [--schedules] [--commit COMMIT] [--out FILE]
 
 A result is compared with the CPU reference, in some rows, before it is timed. With ``--schedules``, every
 schedule that could be chosen is timed, too, and the fastest one is named.
@@ -8,12 +8,10 @@ schedule that could be chosen is timed, too, and the fastest one is named.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 import samebits
-from benchmarks.record import environment, write
+from benchmarks.record import arguments, environment, write
 from samebits.backends.cuda import devices
 from samebits.backends.cuda.products import segmented_sm90
 from samebits.backends.cuda.products.tensor_core_sm90 import gemm
@@ -84,12 +82,10 @@ def geometric_mean(x: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--segments", type=int, default=8)
     parser.add_argument("--schedules", action="store_true")
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
-    parser.add_argument("--commit")
-    parser.add_argument("--out")
     options = parser.parse_args()
     cases = []
     for (k, n), m, form in itertools.product(SIZES, options.rows, FORMS):
@@ -112,7 +108,7 @@ def main() -> None:
     Console().print(table)
     if options.out:
         record = {"environment": environment(options.commit), "segments": options.segments, "cases": cases}
-        write(Path(options.out), record)
+        write(options.out, record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whole steps of models in PyTorch and samebits: eager, compiled, fused, and with Liger's kernels.
 
-python -m benchmarks.steps [--only KIND ...] [--commit COMMIT] [--out FILE]
+python -m benchmarks steps [--only KIND ...] [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backward) of a Llama, of a Qwen3
 with activation checkpointing and of a model of experts, decoding with a static cache of 1,024 keys (as a CUDA
@@ -15,7 +15,6 @@ turns at every step, as :mod:`benchmarks.turns` says. A turn runs the step twice
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -35,7 +34,7 @@ from rich.table import Table
 import samebits
 import samebits.transformers
 from benchmarks.models import BATCHES, BILLION
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, save
 from benchmarks.turns import processes
 from samebits.ops.linear_logp import linear_logp
 
@@ -453,12 +452,8 @@ def show(data: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/steps.json")
     options = parser.parse_args()
     if options.only and options.out is None:
         parser.error("--only: expected --out with it, since results have all kinds")
@@ -471,7 +466,7 @@ def main() -> None:
         "cases": measure(console, options.only or list(KINDS)),
     }
     console.print(show(data))
-    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "steps.json", data)
+    save(options.out, "steps.json", data)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 ``samebits tune`` finds the fastest schedule of a shape. This shows all of them, beside their estimated costs.
 
-python -m benchmarks.tune tensor_core_sm90 --rows 512,2048 --shapes 4096x4096 --work forward,dW
+python -m benchmarks tune tensor_core_sm90 --rows 512,2048 --shapes 4096x4096 --work forward,dW
 
 It times the schedules that the kernel might choose, and whose estimated cost is plausible, in the same way as
 ``samebits bench``. Before that, it compares each with the universal kernel, bit for bit, in memory full of
@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.record import RESULTS, environment, slug, write
+from benchmarks.record import environment, save, slug
 from samebits.backends.cuda import devices, precompile
 from samebits.backends.kernel import Kernel as KernelOf
 from samebits.backends.product import Operands, Product
@@ -188,7 +188,7 @@ def wanted(found: list[BenchCase], rows: str, shapes: str, work: str) -> list[Be
     return found
 
 
-def main(
+def times(
     kernel: Annotated[str, typer.Argument(help="its name, such as tensor_core_sm90 or fma")],
     rows: Annotated[str, typer.Option(help="only products of so many rows, as in 512,2048")] = "",
     shapes: Annotated[str, typer.Option(help="only of such k x n, as in 4096x4096,7168x256")] = "",
@@ -218,12 +218,16 @@ def main(
         for one, case, p in track(todo, kernel, console=console):
             if time.monotonic() - start < seconds:
                 data["cases"].append(measure(one, universal[one.step], case, p))
-    write(out or RESULTS / slug(torch.cuda.get_device_name()) / f"tune_{slug(kernel)}.json", data)
+    save(out, f"tune_{slug(kernel)}.json", data)
     for table in report(data["cases"]):
         console.print(table)
     if left := len(todo) - len(data["cases"]):
         console.print(f"{left} of {len(todo)} products were not begun within {seconds:g} s")
 
 
+def main() -> None:
+    typer.run(times)
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,13 +1,12 @@
 """Products at K = 4,095, which TMA cannot read, beside torch and the universal kernel: unaligned.json.
 
-python -m benchmarks.unaligned [--commit COMMIT] [--out FILE]
+python -m benchmarks unaligned [--commit COMMIT] [--out FILE]
 
 Every result is compared with the universal kernel's before it is timed.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
@@ -19,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import samebits
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, results, write
 from samebits.backends.cuda.matmul import fastest
 from samebits.backends.cuda.products.tensor_core import TENSOR_CORE
 from samebits.backends.product import Operands, Product
@@ -68,11 +67,9 @@ def speed(case: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=results_file)
+    parser = arguments(__doc__)
     options = parser.parse_args()
-    out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "unaligned.json"
+    out = results(options.out, "unaligned.json")
     cases = []
     for work, m in itertools.product(WORK, ROWS):
         cases.append(measure(work, m))

@@ -1,27 +1,22 @@
 """``samebits verify`` and its environment, recorded in benchmarks/results/<gpu>/verify.json.
 
-python -m benchmarks.verify [--thorough] [--commit COMMIT] [--out FILE]
+python -m benchmarks verify [--thorough] [--commit COMMIT] [--out FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, results, write
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--thorough", action="store_true")
-    parser.add_argument("--commit", help="what is verified, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/verify.json")
     options = parser.parse_args()
     record = environment(options.commit)
     with tempfile.TemporaryDirectory() as folder:
@@ -33,7 +28,7 @@ def main() -> None:
         data = json.loads(report.read_text())
     record |= {"gpu": data.pop("gpu"), "versions": record["versions"] | data.pop("versions")}
     record["digest"] = data.pop("digest")
-    out = options.out or RESULTS / slug(torch.cuda.get_device_name()) / "verify.json"
+    out = results(options.out, "verify.json")
     write(out, {"environment": record, **data})
     sys.exit(code)
 

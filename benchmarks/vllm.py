@@ -1,6 +1,6 @@
 """Tokens per second of vLLM: stock, with its own batch invariance, and with samebits' plug-in.
 
-python -m benchmarks.vllm [--model 8b] [--engines stock,samebits,invariant] [--commit COMMIT] [--out FILE]
+python -m benchmarks vllm [--model 8b] [--engines stock,samebits,invariant] [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/vllm.json. Each engine runs in a process of its own, one after the other,
 with vLLM's defaults where the plug-in asks for no others. Weights are random. Every round has new random
@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, save
 
 VOCABULARY = 151936
 _QWEN3 = {
@@ -201,13 +201,9 @@ def show(data: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--engines", default=",".join(ENGINES), help="stock first")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/vllm.json")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -219,7 +215,7 @@ def main() -> None:
     name = "vllm.json" if options.model == "8b" else f"vllm_{options.model}.json"
     data = {"environment": environment(options.commit), "model": f"Qwen3 {options.model}", "engines": {}}
     for data["engines"] in measure(options.model, options.engines.split(","), console):
-        write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / name, data)
+        save(options.out, name, data)
     console.print(show(data))
 
 

@@ -1,6 +1,6 @@
 """Log-probs of vLLM with samebits' plug-in against `transformers` under samebits: bits of a million tokens.
 
-python -m benchmarks.vllm_bits [--tokens 350000] [--models llama,qwen3,gemma2] [--commit COMMIT] [--out FILE]
+python -m benchmarks vllm_bits [--tokens 350000] [--models llama,qwen3,gemma2] [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/vllm_bits.json. Models have random weights. For each, an engine in a
 process of its own samples answers to prompts of 1 to 7,300 tokens, half of which begin alike. Prefill is in
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.record import RESULTS, environment, results_file, slug, write
+from benchmarks.record import arguments, environment, save
 
 VOCABULARY = 32768
 LONGEST = 8000
@@ -244,13 +244,9 @@ def show(data: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=350_000, help="sampled by each model")
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--out", type=results_file, help="instead of benchmarks/results/<gpu>/vllm_bits.json")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -266,7 +262,7 @@ def main() -> None:
             print(data["cases"][-1], flush=True)
     cases = data["cases"]
     Console(width=130).print(show(data))
-    write(options.out or RESULTS / slug(torch.cuda.get_device_name()) / "vllm_bits.json", data)
+    save(options.out, "vllm_bits.json", data)
     if any(case["differing"] for case in cases):
         raise SystemExit("bits differ")
 

@@ -1,1 +1,1 @@
-"""Tables of the documents: ``python -m benchmarks.tables``."""
+"""Tables of the documents: ``python -m benchmarks tables``."""

@@ -1,6 +1,6 @@
 """Write tables of benchmarks/results, and of the mode's rules, between the markers in README.md and docs.
 
-python -m benchmarks.tables [--check]
+python -m benchmarks tables [--check]
 
 A block starts with ``<!-- begin: NAME -->`` and ends with ``<!-- end: NAME -->``, each on its own line. With
 ``--check`` nothing is written: it fails if a block is not up to date.
@@ -135,7 +135,7 @@ def main() -> None:
             support.PROVEN.write_text(support.text())
             print(f"wrote {support.PROVEN}")
     if options.check and stale:
-        raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks.tables")
+        raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks tables")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every architecture of `transformers` as a tiny model, in PyTorch and under ``samebits.batch_invariant``.
 
-python -m benchmarks.zoo [NAME ...] [--fp8] [--device cuda] [--jobs 2] [--out FILE]
+python -m benchmarks zoo [NAME ...] [--fp8] [--device cuda] [--jobs 2] [--out FILE]
 
 It writes benchmarks/results/cpu/zoo.json, or <gpu>/zoo.json; with ``--fp8``, models in block FP8 to
 zoo_fp8.json there. What is known of an architecture lies in build/zoo, so that the next run goes on from

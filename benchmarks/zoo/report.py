@@ -1,4 +1,4 @@
-"""The tables of ``docs/models.md`` about architectures, from results of ``python -m benchmarks.zoo``."""
+"""The tables of ``docs/models.md`` about architectures, from results of ``python -m benchmarks zoo``."""
 
 from __future__ import annotations
 

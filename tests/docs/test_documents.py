@@ -33,9 +33,9 @@ def test_python_examples_run(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_files_and_modules_exist(page: str) -> None:
     text = (ROOT / page).read_text()
-    modules = re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", text)
+    modules = re.findall(r"python -m (benchmarks \w+|tests[\w.]*)", text)
     paths = re.findall(r"`([\w./]+\.(?:py|cuh?|npz|sh))\b[^`]*`|\bbash ([\w./]+\.sh)", text)
-    files = [m.replace(".", "/") for m in modules]
+    files = [re.sub("[ .]", "/", m) for m in modules]
     files = [f"{f}/__main__.py" if (ROOT / f).is_dir() else f"{f}.py" for f in files]
     named = [one or other for one, other in paths] + files
     assert [path for path in named if not any((ROOT / d / path).exists() for d in NAMED_FROM)] == []

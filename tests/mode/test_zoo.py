@@ -1,4 +1,4 @@
-"""A sample of the architectures that ``python -m benchmarks.zoo`` measures: all of them keep their bits."""
+"""A sample of the architectures that ``python -m benchmarks zoo`` measures: all of them keep their bits."""
 
 from __future__ import annotations
 
