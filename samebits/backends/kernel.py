@@ -80,13 +80,16 @@ class Kernel(abc.ABC, Generic[P, S]):
         """`s` with other values of what no estimate tells apart. Tuning times some; a table may have any."""
         return ()
 
-    @abc.abstractmethod
     def cost(self, p: P, s: S) -> float:
-        """Estimated microseconds of `p` under `s`, to compare schedules, and kernels where documented."""
+        """Estimated microseconds of `p` under `s`, to compare schedules, and kernels where documented.
 
+        Of a kernel without a model it is 0 for the choice, and 1 for all others.
+        """
+        return float(s != self.choose(p))
+
+    @abc.abstractmethod
     def choose(self, p: P) -> S:
-        """The schedule that should be fastest: of equal costs, the first."""
-        return min(self.candidates(p), key=lambda s: self.cost(p, s))
+        """The schedule that should be fastest."""
 
     @abc.abstractmethod
     def plan(self, p: P, s: S | None = None) -> Plan:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from samebits.backends.cuda.attention.catalogue import BACKWARD, FORWARD
 from samebits.backends.cuda.grouped import GROUPED
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.backends.kernel import Kernel
 
 __all__ = ["KERNELS"]
 
-_KERNELS: list[Kernel[Any, Any]] = [*PRODUCTS, *GROUPED]
+_KERNELS: list[Kernel[Any, Any]] = [*PRODUCTS, *GROUPED, *FORWARD, *BACKWARD]
 
 KERNELS = {kernel.name: tuple(kernel.sources) or (f"{kernel.name}.cu",) for kernel in _KERNELS}
 """File names in ``kernels/``, by the kernel's name."""
-KERNELS |= {name: (f"{name}.cu",) for name in ("attention_sm90", "statistics_sm90")}
+KERNELS |= {"statistics_sm90": ("statistics_sm90.cu",)}

@@ -165,10 +165,11 @@ def _grouped(shape: GroupedShape, device: int) -> Contest:
 
 def _attention(shape: AttentionShape, device: int) -> Contest | None:
     from samebits.backends.cuda import devices
-    from samebits.backends.cuda.attention import sm90
+    from samebits.backends.cuda.attention.catalogue import FORWARD
     from samebits.backends.cuda.matmul import family
 
-    if not devices.device_info(device).arch.runs("attention_sm90"):
+    *_, kernel = FORWARD
+    if not devices.device_info(device).arch.runs(kernel.name):
         return None
     s, where = shape, place(device)
     contract, kind = TENSOR_CORE.on(family(device)).key, getattr(torch, s.dtype)
@@ -194,20 +195,20 @@ def _attention(shape: AttentionShape, device: int) -> Contest | None:
         return Attention(q, k, v, contract, scale, softcap, (s.left, s.right), s.align, **lengths)
 
     x = call(*tensors(torch.empty))
-    if not sm90.supports(x):
+    if not kernel.supports(x):
         return None
 
     def way(schedule: Any) -> Way:
         def plan() -> Callable[..., Any]:
-            made = sm90.make_plan(x, schedule)
+            made = kernel.plan(x, schedule)
             return lambda q, k, v: made.run(call(q, k, v))
 
-        return Way("attention_sm90", schedule, plan)
+        return Way(kernel.name, schedule, plan)
 
     seen = s.keys if s.right < 0 or s.queries == 1 else max(1, s.keys - min(s.queries, s.keys) // 2)
     sequences = s.batch if s.packed else 1  # whose tokens see those of one sequence only
     flop = 2.0 * (1 if s.packed else s.batch) * s.heads * s.queries * seen * (s.head + s.values) / sequences
-    every = [way(schedule) for schedule in sm90.candidates(x)[: 2 * MOST]]
+    every = [way(schedule) for schedule in kernel.candidates(x)[: 2 * MOST]]
     return Contest(
         s, every, flop, float(sum(t.nbytes for t in (x.q, x.q, x.k, x.v))), partial(tensors, torch.randn)
     )

@@ -173,7 +173,7 @@ def spec(of: HopperVariant, s: HopperSchedule) -> compiler.KernelSpec:
     )
 
 
-def _cost(x: Attention, s: HopperSchedule, multiprocessors: int) -> float:
+def cost(x: Attention, s: HopperSchedule, multiprocessors: int) -> float:
     """How long a call takes, in blocks of keys for 64 rows, roughly."""
     tiles, heads, height, _ = _tiles(x, s)
     left, right = x.window
@@ -198,7 +198,7 @@ def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     dynamic = x.packed or x.key_start is not None or x.key_length is not None
     least = HopperSchedule(1, 3, grouped, dynamic=dynamic, few=rows <= 8)
     found = [replace(least, warpgroups=n) for n in ((1,) if rows <= 64 else (2, 3))]
-    s = min((s for s in found if s.fits(of)), key=lambda s: _cost(x, s, multiprocessors))
+    s = min((s for s in found if s.fits(of)), key=lambda s: cost(x, s, multiprocessors))
     if shares_of(x, s) > 1 and _has_scratch(x, of):
         s = replace(s, split=True, dynamic=False)
     return s.filled(of)
