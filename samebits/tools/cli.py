@@ -44,6 +44,16 @@ class Backend(StrEnum):
     triton = "triton"
 
 
+class Verified(StrEnum):
+    products = "products"
+    rows = "rows"
+    attention = "attention"
+    groups = "groups"
+    layers = "layers"
+    fp8 = "fp8"
+    functions = "functions"
+
+
 class InferenceEngine(StrEnum):
     vllm = "vllm"
 
@@ -351,6 +361,9 @@ def verify(
     backend: Annotated[
         Backend | None, typer.Option("--backend", help="Whose kernels; by default cuda's.")
     ] = None,
+    only: Annotated[
+        list[Verified] | None, typer.Option("--only", help="A part alone; may be given again.")
+    ] = None,
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")
     ] = None,
@@ -364,7 +377,7 @@ def verify(
     with _errors("verify"):
         from samebits.tools.verify.command import main
 
-        code = main(thorough=thorough, backend=backend, json_to=json_to, device=device)
+        code = main(thorough=thorough, backend=backend, only=only or (), json_to=json_to, device=device)
     raise typer.Exit(code)
 
 

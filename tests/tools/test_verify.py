@@ -27,7 +27,7 @@ from samebits.backends.cuda import rows as cuda_rows
 from samebits.backends.kernel import Kernel, Plan
 from samebits.backends.product import Operands, Product
 from samebits.testing import KINDS
-from samebits.tools import bench, verify
+from samebits.tools import bench, cli, verify
 from samebits.tools.bench import cases as bench_cases
 from samebits.tools.bench import measure
 from samebits.tools.bench import report as bench_report
@@ -393,13 +393,19 @@ PUBLIC = ("verify_sequences", "verify_experts", "verify_operations", "verify_tok
 
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize(
-    ("backend", "thorough", "verified"),
-    [(None, False, [None]), ("triton", False, ["triton"]), (None, True, [None, "triton"])],
+    ("backend", "thorough", "verified", "only"),
+    [
+        (None, False, [None], ()),
+        ("triton", False, ["triton"], ()),
+        (None, True, [None, "triton"], ()),
+        (None, False, [None], ("rows", "layers", "functions")),
+    ],
 )
 def test_a_run_from_end_to_end(
     backend: str | None,
     thorough: bool,
     verified: list[str | None],
+    only: tuple[str, ...],
     wrong: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -477,7 +483,9 @@ def test_a_run_from_end_to_end(
     monkeypatch.setattr(plan, "on_cuda", lambda fused: on._replace(name="cuda ", rows=rows))
     monkeypatch.setattr(plan, "on_triton", lambda *of: on._replace(name="triton ", rows=rows))
     done: list[float] = []
-    found = verify.verify(thorough=thorough, backend=backend, progress=lambda part, what: done.append(part))
+    found = verify.verify(
+        thorough=thorough, backend=backend, only=only, progress=lambda part, what: done.append(part)
+    )
     assert not found.failure
     assert found.exit_code == wrong
     assert found.gpu == "a GPU"
@@ -489,12 +497,10 @@ def test_a_run_from_end_to_end(
         if None in verified
         else set()
     )
-    assert {line.kernel for line in found.lines} == {
-        "CPU reference",
-        "a kernel",
-        *reduced,
-        *attended,
-    }
+    if only:
+        attended = {"add_rms_norm"}
+    products_of = set() if only else {"a kernel"}
+    assert {line.kernel for line in found.lines} == {"CPU reference", *products_of, *reduced, *attended}
     assert {line.kernel for line in found.lines if line.differing} == (reduced if wrong else set())
     called = [("verify_operations", name) for name in verified]
     assert [call for call in public if call[0] == "verify_operations"] == called
@@ -569,8 +575,14 @@ def _die(*of: Any) -> None:
     os._exit(5)
 
 
+def test_the_command_knows_all_parts() -> None:
+    assert [part.value for part in cli.Verified] == list(plan.PARTS)
+
+
 @NO_GPU
 def test_what_cannot_be_verified_is_said() -> None:
+    with pytest.raises(ValueError, match=r"only: expected some of products, .*, got 'all'"):
+        verify.verify(only=["rows", "all"])
     assert verify.verify(backend="triton").exit_code == 2
     with pytest.raises(ValueError, match=r"backend: expected one of .*, got 'reference'"):
         verify.verify(backend="reference")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from samebits.tools import terminal
 from samebits.tools.verify.report import show
 from samebits.tools.verify.run import verify
 
 
-def main(*, thorough: bool, backend: str | None, json_to: str | None, device: int) -> int:
+def main(
+    *, thorough: bool, backend: str | None, only: Sequence[str], json_to: str | None, device: int
+) -> int:
     """Verify the kernels on the CUDA device `device`. The arguments are the command's options.
 
     Returns:
@@ -22,7 +25,7 @@ def main(*, thorough: bool, backend: str | None, json_to: str | None, device: in
     out = terminal.Console(json_to)
     terminal.check_file("--json", json_to)
     with terminal.progress() as say:
-        report = verify(thorough=thorough, backend=backend, device=device, progress=say)
+        report = verify(thorough=thorough, backend=backend, only=only, device=device, progress=say)
     try:
         out.print(show(report))
         if json_to is not None:

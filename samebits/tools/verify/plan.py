@@ -28,6 +28,18 @@ Runs = list[Pair]
 """Pairs of a kernel and a schedule."""
 
 
+PARTS = {
+    "products": ("products",),
+    "rows": ("reduced",),
+    "attention": ("attended",),
+    "groups": ("grouped", "segmented"),
+    "layers": ("fused",),
+    "fp8": ("scaled", "scaled_grouped"),
+    "functions": (),
+}
+"""What can be verified alone, and the cases of each."""
+
+
 class VerifyPlan:
     """What is compared with the CPU reference on a GPU.
 
@@ -43,9 +55,10 @@ class VerifyPlan:
         segmented: cases of sums in segments, likewise.
         fused: cases of fused layers, which only the CUDA backend computes.
         scaled, scaled_grouped: cases of products in FP8, which only Hopper computes.
+        functions: whether the public functions are verified, too.
     """
 
-    def __init__(self, index: int, thorough: bool, backends: Sequence[str]) -> None:
+    def __init__(self, index: int, thorough: bool, backends: Sequence[str], only: Sequence[str] = ()) -> None:
         from samebits.backends.cuda import devices
         from samebits.backends.cuda.matmul import family
 
@@ -70,6 +83,10 @@ class VerifyPlan:
         self.reduced = list(
             reductions(thorough, fused=any(on.schedules("statistics") for on in self.reducers))
         )
+        for part in (name for name in PARTS if only and name not in only):
+            for of in PARTS[part]:
+                setattr(self, of, [])
+        self.functions = not only or "functions" in only
 
     def cuda(self) -> Iterator[Callable[[], object]]:
         """Calls that load every CUDA kernel."""

@@ -58,6 +58,7 @@ class Report:
         versions: versions of samebits, torch, the driver and NVRTC.
         thorough: whether all cases ran.
         backends: the verified backends: ``cuda``, ``triton``.
+        only: the parts that ran; empty if all did.
         kernels: how many kernels were compiled, or taken from the cache.
         lines: the comparisons.
         first: the first place where bits differ.
@@ -72,6 +73,7 @@ class Report:
     versions: dict[str, str]
     thorough: bool
     backends: Sequence[str] = ()
+    only: Sequence[str] = ()
     kernels: int = 0
     lines: list[Line] = dataclasses.field(default_factory=list)
     first: Mismatch | None = None
@@ -192,9 +194,10 @@ def show(report: Report) -> RenderableType:
     parts.append(
         Text(f"{report.contract}, digest {report.digest}. {versions}. {report.seconds:.0f} s.", "dim")
     )
+    of = f", {', '.join(report.only)} alone" if report.only else ""
     verdict = {
         0: Text(
-            f"{report.gpu}, {' and '.join(report.backends)}: "
+            f"{report.gpu}, {' and '.join(report.backends)}{of}: "
             f"all {report.compared:,} values have the bits specified",
             "green bold",
         ),

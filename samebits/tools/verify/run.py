@@ -28,7 +28,7 @@ from samebits.tools.verify.fused import verify_fused
 from samebits.tools.verify.grouped import verify_experts, verify_grouped
 from samebits.tools.verify.kernel import BACKENDS
 from samebits.tools.verify.operations import verify_operations
-from samebits.tools.verify.plan import Runs, VerifyPlan, launch_part
+from samebits.tools.verify.plan import PARTS, Runs, VerifyPlan, launch_part
 from samebits.tools.verify.products import verify_case
 from samebits.tools.verify.reductions import verify_reductions
 from samebits.tools.verify.report import Report
@@ -47,6 +47,7 @@ def verify(
     *,
     thorough: bool = False,
     backend: str | None = None,
+    only: Sequence[str] = (),
     device: int = 0,
     progress: Show = lambda done, what: None,
 ) -> Report:
@@ -59,6 +60,7 @@ def verify(
         thorough: more combinations, and more large products.
         backend: the kernels' backend, ``"cuda"`` or ``"triton"``. The default is CUDA, and with `thorough`
             also Triton if it is installed.
+        only: the parts that are verified, of :data:`samebits.tools.verify.plan.PARTS`. The default is all.
         device: index of the CUDA device.
         progress: receives the fraction done, and the current work.
 
@@ -66,7 +68,7 @@ def verify(
         The report. Without a GPU it has the CPU reference's known answers, and why no GPU was verified.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: there is no such backend, or no such part.
     """
     from samebits.backends.cuda import compiler, devices
     from samebits.backends.triton import runtime as triton
@@ -74,6 +76,10 @@ def verify(
     if backend not in (None, *BACKENDS):
         raise ValueError(
             f"samebits.tools.verify.verify: backend: expected one of {BACKENDS} or None, got {backend!r}"
+        )
+    if unknown := set(only) - PARTS.keys():
+        raise ValueError(
+            f"samebits.tools.verify.verify: only: expected some of {', '.join(PARTS)}, got {min(unknown)!r}"
         )
     start = time.monotonic()
     status, second = devices.status(), triton.status()
@@ -92,14 +98,14 @@ def verify(
         except importlib.metadata.PackageNotFoundError:
             continue
     contract = TENSOR_CORE.on(HOPPER)
-    report = Report(None, why_not, str(contract), contract.digest(), versions, thorough, backends)
+    report = Report(None, why_not, str(contract), contract.digest(), versions, thorough, backends, only)
     try:
         if why_not:
             _verify_cpu(report, progress)
         else:
             versions["nvrtc"] = compiler.nvrtc_version()
             with torch.cuda.device(device), torch.no_grad():
-                _verify_gpu(report, device, thorough, backends, progress)
+                _verify_gpu(report, device, progress)
     except HangError as error:
         report.failure, report.hung = str(error), True
     except KernelError as error:
@@ -113,7 +119,7 @@ def _verify_cpu(report: Report, progress: Show) -> None:
     known_answers(report)
 
 
-def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[str], progress: Show) -> None:
+def _verify_gpu(report: Report, index: int, progress: Show) -> None:
     from samebits.backends.cuda import devices, precompile
     from samebits.backends.cuda.matmul import family
 
@@ -121,16 +127,16 @@ def _verify_gpu(report: Report, index: int, thorough: bool, backends: Sequence[s
     contract = TENSOR_CORE.on(family(index))
     report.gpu, report.contract, report.digest = info.name, str(contract), contract.digest()
     torch.cuda.mem_get_info(index)  # claims the GPU if only one process may use it
-    with _filling_caches(index, thorough, backends) as wait:
+    with _filling_caches(index, report) as wait:
         _verify_cpu(report, progress)
         progress(0.0, "choosing kernels")
-        plan = VerifyPlan(index, thorough, backends)
+        plan = VerifyPlan(index, report.thorough, report.backends, report.only)
         compiled = precompile.compile_for(plan.cuda(), lambda done, what: progress(0.4 * done, what))
         report.kernels = compiled.needed
-        if compiled.missing or "triton" in backends:
+        if compiled.missing or "triton" in report.backends:
             progress(0.4, "compiling more kernels")
             wait(300)
-    parts = _parts(plan, contract, thorough, backends)
+    parts = _parts(plan, contract, report)
     workers = _workers(index)
     done = _here(parts, report) if workers == 1 else _by_processes(workers, report, index, len(parts))
     found: dict[int, Report] = {}
@@ -208,8 +214,8 @@ def _work(
     torch.set_num_threads(threads)
     contract = TENSOR_CORE.on(family(index))
     with torch.cuda.device(index), torch.no_grad():
-        plan = VerifyPlan(index, report.thorough, report.backends)
-        parts = _parts(plan, contract, report.thorough, report.backends)
+        plan = VerifyPlan(index, report.thorough, report.backends, report.only)
+        parts = _parts(plan, contract, report)
         while (i := todo.get()) is not None:
             try:
                 done.put((i, _verify_part(parts[i], report)))
@@ -217,12 +223,16 @@ def _work(
                 done.put((i, error))
 
 
-def _parts(plan: VerifyPlan, contract: Contract, thorough: bool, backends: Sequence[str]) -> list[_Part]:
+def _parts(plan: VerifyPlan, contract: Contract, report: Report) -> list[_Part]:
     """What is verified, always in the same order: long parts are first."""
     return [
         *_grouped(plan),
-        *_attention(plan, thorough),
-        *_public_functions(contract, plan.device, thorough, backends),
+        *_attention(plan, report.thorough),
+        *(
+            _public_functions(contract, plan.device, report.thorough, report.backends)
+            if plan.functions
+            else ()
+        ),
         *(
             (
                 "reductions and log-probabilities",
@@ -260,16 +270,17 @@ def _verify_products(
 
 
 @contextmanager
-def _filling_caches(index: int, thorough: bool, backends: Sequence[str]) -> Iterator[Callable[[float], None]]:
+def _filling_caches(index: int, report: Report) -> Iterator[Callable[[float], None]]:
     """Fill the on-disk caches in other processes, with kernels that :mod:`precompile` cannot know.
 
     Some processes launch Triton's kernels, because most of Triton's compiler runs in one thread. One process
     for each backend runs the public functions. Yields a function that waits for the processes, at most for a
     number of seconds.
     """
-    parts = min(8, os.cpu_count() or 1) if "triton" in backends else 0
-    tasks = [partial(launch_part, index, thorough, part, parts) for part in range(parts)]
-    tasks += [partial(_run_public_functions, index, thorough, backend) for backend in backends]
+    parts = min(8, os.cpu_count() or 1) if "triton" in report.backends else 0
+    tasks = [partial(launch_part, index, report.thorough, part, parts) for part in range(parts)]
+    if not report.only or "functions" in report.only:
+        tasks += [partial(_run_public_functions, index, report.thorough, name) for name in report.backends]
     with _in_processes([partial(_quietly, index, task) for task in tasks]) as started:
         yield partial(_wait, started)
 
