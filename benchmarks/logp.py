@@ -67,9 +67,7 @@ def contestants() -> dict[str, Run]:
     except ImportError:
         pass
     try:
-        from liger_kernel.transformers.functional import (  # type: ignore[import-not-found]
-            liger_fused_linear_cross_entropy,
-        )
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
         found["liger_kernel"] = lambda x, w, t: -liger_fused_linear_cross_entropy(x, w, t, reduction="none")
     except ImportError:

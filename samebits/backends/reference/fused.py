@@ -298,8 +298,8 @@ def _gradient(g: Tensor, x: Tensor, activation: str, alpha: float, dtype: torch.
     grads, lines = (t.contiguous().reshape(-1, x.shape[-1] if x.ndim else 1) for t in (g, x))
     out = torch.empty_like(lines)
     which = getattr(activation_kernels, activation.upper())
-    compute, given = activation_kernels.differentiate, grads.numpy()
-    over_rows(lines, lambda *span: compute(given, lines.numpy(), out.numpy(), which, *span))
+    arrays = grads.numpy(), lines.numpy(), out.numpy()
+    over_rows(lines, lambda *span: activation_kernels.differentiate(*arrays, which, *span))
     return _rounded(out.view(x.shape), dtype)
 
 
