@@ -191,6 +191,7 @@ def random_call(drawn: random.Random, gpu: FakeGpu) -> Attention:
     )
 
 
+@pytest.mark.long
 def test_random_calls_launch_what_plans_launch(archive: Archive, engine_: engine.Engine) -> None:
     drawn, seen = random.Random(6), {}
     support.launches()

@@ -18,6 +18,7 @@ from samebits_native.export.choices import ROWS, SHAPES, Sizes, layout_tables, s
 from samebits_native.export.kernels import build
 
 
+@pytest.mark.long
 def test_the_command_writes_an_archive_for_each_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ def test_the_choice_for_log_probabilities_is_exact() -> None:
             assert found.cells[i * len(words) + j] == want, (tokens, vocabulary)
 
 
+@pytest.mark.long
 def test_few_kernels_serve_all_sizes() -> None:
     """So that an archive stays small, though its tables have a cell for each range of sizes."""
     kernels = {}
@@ -88,6 +90,7 @@ def test_few_kernels_serve_all_sizes() -> None:
     assert len(SHAPES) * len(ROWS) > 300
 
 
+@pytest.mark.long
 def test_a_tuned_table_goes_before_the_cost_model(tmp_path: Path) -> None:
     device = devices.describe("NVIDIA H200", (9, 0), 132, 227 << 10)
     m, (k, n) = support.SMALL.rows[-1], support.SMALL.shapes[0]

@@ -180,6 +180,7 @@ def random_product(random: random.Random) -> tuple[Any, Any]:
     return x, engine._Sequences(0x5F0000000000 + 8 * random.randrange(9), random.randrange(1, 50), wide)
 
 
+@pytest.mark.long
 def test_random_products_launch_what_plans_launch(archive: Archive, engine_: engine.Engine) -> None:
     drawn, seen = random.Random(1), {}
     with fake_gpu() as gpu:
@@ -313,6 +314,7 @@ def random_grouped(random: random.Random, counts: list[int]) -> tuple[Any, Any]:
     return x, engine._Groups(0x5F0000000000 + 4 * random.randrange(9), count, n + random.choice((0, 3)))
 
 
+@pytest.mark.long
 def test_random_grouped_products_launch_what_plans_launch(archive: Archive, engine_: engine.Engine) -> None:
     drawn, seen = random.Random(2), {}
     tables = [t for t in archive.tables if t.family == Family.GROUPED_SM90]

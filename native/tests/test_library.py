@@ -130,6 +130,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("arch", "has", "call", "dtype", "message"), REFUSALS)
 def test_a_refusal_names_the_options_that_help(
     arch: str, has: str, call: str, dtype: int, message: str, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +167,7 @@ def test_a_refusal_names_the_options_that_help(
     assert caught.value.status == 2
 
 
+@pytest.mark.long
 def test_a_hostile_archive_is_checked_in_little_time() -> None:
     """All its schedules share a kernel of very many variants."""
     made = support.built()
@@ -464,6 +466,7 @@ def test_every_architecture_has_an_archive(arch: str) -> None:
     assert all(spec.oldest <= made.capability for spec in made.specs)
 
 
+@pytest.mark.long
 def test_an_archive_has_the_operations_that_were_asked_for() -> None:
     sources = {}
     for op in OPS:

@@ -708,6 +708,7 @@ def test_a_compiled_function_takes_what_pytorch_composes() -> None:
         assert_same_bits(got, want)
 
 
+@pytest.mark.long
 def test_sizes_that_are_constants_beside_ones_that_are_not() -> None:
     """With symbols for sizes, the compiler takes ``37 in (1, size)`` to be false."""
     f: dict[str, Callable[[Tensor], Tensor]] = {

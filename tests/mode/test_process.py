@@ -122,6 +122,7 @@ class TestTheSwitch:
         worker.join()
         assert found[0].shape == W.shape
 
+    @pytest.mark.long
     def test_a_child_process_inherits_it(self) -> None:
         code = (
             "import os, torch, samebits, torch.nn.functional as F\n"
@@ -132,6 +133,7 @@ class TestTheSwitch:
         )
         assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
+    @pytest.mark.long
     @pytest.mark.parametrize("where", ["_at_backend", "_in_context"])
     def test_the_first_time_may_be_interrupted(self, where: str) -> None:
         """It takes seconds. The next time registers everything."""

@@ -105,6 +105,7 @@ def test_flops_of_log_probabilities_and_groups() -> None:
     assert counted(samebits.grouped_mm(a, b, offs).sum().backward) == 2 * 2 * 6 * 8 * 5
 
 
+@pytest.mark.long
 def test_the_counter_is_loaded_by_who_wants_it() -> None:
     program = (
         "import sys, samebits, torch; assert 'torch.utils.flop_counter' not in sys.modules;"

@@ -18,6 +18,7 @@ SAMPLE = """
 """.split()  # noqa: SIM905
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_architecture_keeps_its_bits(name: str) -> None:
     samebits.transformers.register()

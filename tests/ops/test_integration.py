@@ -178,6 +178,7 @@ def _worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 def test_two_processes_have_the_bits_of_one(tmp_path: Path) -> None:
     """A sum of two addends has one order: that of two micro-batches in one process."""

@@ -422,6 +422,7 @@ def test_gradients_are_those_of_the_maths() -> None:
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_kernels_compile_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.core")

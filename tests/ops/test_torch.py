@@ -660,6 +660,7 @@ def test_prepare_refuses(weights: Any, rows: Any, error: type[Exception], match:
         samebits.prepare(weights, rows)
 
 
+@pytest.mark.long
 def test_after_fork() -> None:
     # In a process of its own: a fork of this one, which holds what all tests before left, can lack memory.
     code = (
@@ -672,6 +673,7 @@ def test_after_fork() -> None:
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=120).returncode == 0
 
 
+@pytest.mark.long
 def test_import_is_light() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import samebits;"

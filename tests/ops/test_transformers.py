@@ -276,6 +276,7 @@ def test_another_pattern_beside_a_cache_that_dropped_keys() -> None:
     assert_same_bits(got, want[:, rows])
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_torch_compile() -> None:
     model, some = build("Mistral"), sequences()

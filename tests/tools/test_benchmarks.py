@@ -66,6 +66,7 @@ from samebits.tools.bench.cases import SHAPES, BenchCase
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
 
 
+@pytest.mark.long
 def test_models(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, small in {
         "DRIFT": {name: shape | SMALL for name, shape in models.DRIFT.items()},

@@ -582,6 +582,7 @@ def test_info_says_why_triton_does_not_work() -> None:
         assert backend.remedy
 
 
+@pytest.mark.long
 def test_as_a_process(here: Path) -> None:
     """A real process: the current folder is searched, stdout is JSON alone, and no traceback is printed."""
     root = str(Path(samebits.__file__).parents[1])
@@ -598,6 +599,7 @@ def test_as_a_process(here: Path) -> None:
     assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (2, "", 1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
 @pytest.mark.parametrize(
     "args", [["audit", "mine:make"], ["audit", "mine:make", "--json", "-"], ["info"], ["info", "--json"]]
@@ -616,6 +618,7 @@ def test_a_closed_pipe_ends_quietly(here: Path, args: list[str]) -> None:
     assert "Exception" not in done.stderr
 
 
+@pytest.mark.long
 def test_importing_samebits_loads_no_tool_and_no_compiler() -> None:
     code = """
 import sys, torch
@@ -639,6 +642,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     assert capsys.readouterr().err == "50% large: [64]\n"
 
 
+@pytest.mark.long
 def test_info_where_only_latin_letters_can_be_shown() -> None:
     environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
     command = [sys.executable, "-m", "samebits", "info"]

@@ -231,6 +231,7 @@ def test_reductions_cover_what_the_backends_offer() -> None:
     assert not any(reductions.KERNELS[c.kernel].entry for c in reductions.reductions(True, fused=False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", ["", "a bit", "beside its rows", "not written"])
 def test_reductions_are_held_to_the_reference(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reductions, "finish", lambda doing: None)
@@ -365,6 +366,7 @@ def test_processes_share_what_triton_compiles(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(ran) == sorted(asked)
 
 
+@pytest.mark.long
 def test_public_operations_are_verified_by_the_backend_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -391,6 +393,7 @@ PUBLIC = ("verify_sequences", "verify_experts", "verify_operations", "verify_tok
 """Of public functions. The first two are of what Triton does not compute."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize(
     ("backend", "thorough", "verified", "only"),
