@@ -39,6 +39,7 @@ from samebits.ops.linear import linear
 from samebits.ops.linear_logp import linear_logp
 from samebits.ops.logp import gather_logp, logp
 from samebits.ops.matmul import matmul
+from samebits.ops.norm_rotary import norm_rotary
 from samebits.ops.quantize import quantize
 from samebits.ops.rotary import rotary
 from samebits.ops.scaled_grouped_mm import scaled_grouped_mm
@@ -81,6 +82,7 @@ __all__ = [
     "logp",
     "matmul",
     "nn",
+    "norm_rotary",
     "prepare",
     "quantize",
     "record_shapes",

@@ -100,11 +100,7 @@ def add_rms_norm(
     not implemented.
     """
     bypass = check_tensors(_OP, x=x, residual=residual, weight=weight)
-    if rounding not in ("twice", "once"):
-        raise ValueError(f"samebits.{_OP}: rounding: expected 'twice' or 'once', got {rounding!r}")
-    once = rounding == "once"
-    if offset and not once:
-        raise ValueError(f"samebits.{_OP}: offset: expected 0 with rounding='twice', got {offset}")
+    once = check_rounding(_OP, rounding, offset)
     if x.ndim == 0:
         raise ValueError(f"samebits.{_OP}: x: expected [..., n], got shape {shape(x)}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
@@ -136,6 +132,15 @@ def add_rms_norm(
         refuse_shared(_OP, out=out, out_sum=out_sum)
     _into(x, residual, weight, out, out_sum, float(eps), float(offset), once, bypass=bypass)
     return out if out_sum is None else (out, out_sum)
+
+
+def check_rounding(op: str, rounding: str, offset: float) -> bool:
+    """Whether it is once. Refuse what is no rounding, and an offset that it does not have."""
+    if rounding not in ("twice", "once"):
+        raise ValueError(f"samebits.{op}: rounding: expected 'twice' or 'once', got {rounding!r}")
+    if offset and rounding == "twice":
+        raise ValueError(f"samebits.{op}: offset: expected 0 with rounding='twice', got {offset}")
+    return rounding == "once"
 
 
 def _run(

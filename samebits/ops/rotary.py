@@ -131,54 +131,81 @@ def rotary(
     dtype of `q`. Second derivatives are not implemented.
     """
     bypass = check_tensors(_OP, q=q, k=k, cos=cos, sin=sin)
+    pairs = check_heads(_OP, q, k, cos, sin, positions, rotary_dim, layout, gradients)
+    refuse_gradients(_OP, cos=cos, sin=sin)
+    if out is None:
+        q_out, k_out = _operator(q, k, cos, sin, positions, pairs, layout, gradients, bypass=bypass)
+        return q_out, None if k is None else k_out
+    refuse_gradients(_OP, q=q, k=k)
+    check_outs(_OP, out, layout, q=q, k=k, cos=cos, sin=sin)
+    _into(q, k, cos, sin, positions, *out, pairs, layout, bypass=bypass)
+    return out
+
+
+def check_heads(
+    op: str,
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    rotary_dim: int | None,
+    layout: str,
+    gradients: str,
+) -> int:
+    """Refuse queries, keys and tables that do not belong together. Returns the pairs of a head."""
     if q.ndim < 2:
-        raise ValueError(f"samebits.{_OP}: q: expected [..., heads, D], got shape {shape(q)}")
+        raise ValueError(f"samebits.{op}: q: expected [..., heads, D], got shape {shape(q)}")
     if layout not in _LAYOUTS:
-        raise ValueError(f"samebits.{_OP}: layout: expected one of {_LAYOUTS}, got {layout!r}")
+        raise ValueError(f"samebits.{op}: layout: expected one of {_LAYOUTS}, got {layout!r}")
     if gradients not in _GRADIENTS:
-        raise ValueError(f"samebits.{_OP}: gradients: expected one of {_GRADIENTS}, got {gradients!r}")
+        raise ValueError(f"samebits.{op}: gradients: expected one of {_GRADIENTS}, got {gradients!r}")
     lead, head = q.shape[:-2], q.shape[-1]
     if k is not None:
         if k.dtype != q.dtype:
-            raise TypeError(f"samebits.{_OP}: k: expected {q.dtype} like q, got {k.dtype}")
+            raise TypeError(f"samebits.{op}: k: expected {q.dtype} like q, got {k.dtype}")
         if k.ndim != q.ndim or k.shape[:-2] != lead or k.shape[-1] != head:
             wanted = f"{(*lead, 'heads', head)} for q {shape(q)}".replace("'", "")
-            raise ValueError(f"samebits.{_OP}: k: expected {wanted}, got {shape(k)}")
+            raise ValueError(f"samebits.{op}: k: expected {wanted}, got {shape(k)}")
     size = head if rotary_dim is None else rotary_dim
     if not isinstance(size, int) or size % 2 or not 0 <= size <= head:
         name = "q: D" if rotary_dim is None else "rotary_dim"
-        raise ValueError(f"samebits.{_OP}: {name}: expected an even number up to {head}, got {size!r}")
-    _check_tables(cos, sin, positions, q, size)
-    refuse_gradients(_OP, cos=cos, sin=sin)
-    if out is None:
-        q_out, k_out = _operator(q, k, cos, sin, positions, size // 2, layout, gradients, bypass=bypass)
-        return q_out, None if k is None else k_out
-    refuse_gradients(_OP, q=q, k=k)
+        raise ValueError(f"samebits.{op}: {name}: expected an even number up to {head}, got {size!r}")
+    _check_tables(op, cos, sin, positions, q, size)
+    return size // 2
+
+
+def check_outs(
+    op: str,
+    out: tuple[Tensor, Tensor | None],
+    layout: str,
+    q: Tensor,
+    k: Tensor | None,
+    **others: Tensor | None,
+) -> None:
+    """Refuse what results of queries and keys cannot be written into."""
     if not isinstance(out, tuple) or len(out) != 2 or (out[1] is None) != (k is None):
-        raise TypeError(
-            f"samebits.{_OP}: out: expected a tuple of two, for q and k, got {type(out).__name__}"
-        )
+        raise TypeError(f"samebits.{op}: out: expected a tuple of two, for q and k, got {type(out).__name__}")
     q_out, k_out = out
-    if q_out is not q or k_out is not k or layout == "pairs to halves":
-        moved = layout == "pairs to halves"  # then an entry's place is another thread's to read
-        others = {"q": q, "k": k, "cos": cos, "sin": sin}
-        check_out(_OP, "out[0]", q_out, q, q.dtype, () if moved else (q,), **others)
-        if k is not None and k_out is not None:
-            check_out(_OP, "out[1]", k_out, k, k.dtype, () if moved else (k,), **others)
-            refuse_shared(_OP, **{"out[0]": q_out, "out[1]": k_out})
-    _into(q, k, cos, sin, positions, q_out, k_out, size // 2, layout, bypass=bypass)
-    return q_out, k_out
+    moved = layout == "pairs to halves"  # then an entry's place is another thread's to read
+    if q_out is q and k_out is k and not moved:
+        return
+    operands = {"q": q, "k": k, **others}
+    check_out(op, "out[0]", q_out, q, q.dtype, () if moved else (q,), **operands)
+    if k is not None and k_out is not None:
+        check_out(op, "out[1]", k_out, k, k.dtype, () if moved else (k,), **operands)
+        refuse_shared(op, **{"out[0]": q_out, "out[1]": k_out})
 
 
-def _check_tables(cos: Tensor, sin: Tensor, positions: Tensor | None, q: Tensor, size: int) -> None:
+def _check_tables(op: str, cos: Tensor, sin: Tensor, positions: Tensor | None, q: Tensor, size: int) -> None:
     """Refuse cosines, sines and positions that are not those of the tokens of `q`."""
     if sin.dtype != cos.dtype:
-        raise TypeError(f"samebits.{_OP}: sin: expected {cos.dtype} like cos, got {sin.dtype}")
+        raise TypeError(f"samebits.{op}: sin: expected {cos.dtype} like cos, got {sin.dtype}")
     if sin.shape != cos.shape:
-        raise ValueError(f"samebits.{_OP}: sin: expected shape {shape(cos)} like cos, got {shape(sin)}")
+        raise ValueError(f"samebits.{op}: sin: expected shape {shape(cos)} like cos, got {shape(sin)}")
     if cos.ndim == 0 or cos.shape[-1] not in (size, size // 2):
         raise ValueError(
-            f"samebits.{_OP}: cos: expected [..., {size // 2}] or [..., {size}] for rotary_dim {size}, got"
+            f"samebits.{op}: cos: expected [..., {size // 2}] or [..., {size}] for rotary_dim {size}, got"
             f" shape {shape(cos)}"
         )
     lead = q.shape[:-2]
@@ -187,20 +214,20 @@ def _check_tables(cos: Tensor, sin: Tensor, positions: Tensor | None, q: Tensor,
         spread = zip(reversed(own), reversed(lead), strict=False)
         if own != lead and (len(own) > len(lead) or any(n not in (1, m) for n, m in spread)):
             raise ValueError(
-                f"samebits.{_OP}: cos: expected the tokens' shape {tuple(lead)} before its last dimension,"
+                f"samebits.{op}: cos: expected the tokens' shape {tuple(lead)} before its last dimension,"
                 f" got shape {shape(cos)}"
             )
         return
     if not isinstance(positions, Tensor) or positions.dtype not in (torch.int32, torch.int64):
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
-        raise TypeError(f"samebits.{_OP}: positions: expected int32 or int64, got {got}")
+        raise TypeError(f"samebits.{op}: positions: expected int32 or int64, got {got}")
     if positions.shape != lead:
         raise ValueError(
-            f"samebits.{_OP}: positions: expected the tokens' shape {tuple(lead)}, got {shape(positions)}"
+            f"samebits.{op}: positions: expected the tokens' shape {tuple(lead)}, got {shape(positions)}"
         )
-    check_device(_OP, "positions", positions, "q", q)
+    check_device(op, "positions", positions, "q", q)
     if cos.ndim != 2 or len(cos) == 0:
-        raise ValueError(f"samebits.{_OP}: cos: expected [P, {size // 2}] with positions, got {shape(cos)}")
+        raise ValueError(f"samebits.{op}: cos: expected [P, {size // 2}] with positions, got {shape(cos)}")
 
 
 def _run(

@@ -27,6 +27,7 @@ from samebits.backends.cuda import (
     losses,
     matmul,
     norm_gradients,
+    norm_rotary,
     rotary,
     rows,
     rsqrt,
@@ -162,7 +163,8 @@ def fake_gpu() -> Iterator[FakeGpu]:
     gpu = FakeGpu()
     caches: tuple[Any, ...] = (backends.on_gpu, rows._plan, rows._long_kernel, columns._kernel, logp._kernel)
     caches = (*caches, norm_gradients._kernel, losses._kernel, gather._kernel, slots._kernel)
-    caches = (*caches, vector_norm._kernel, rotary._kernel, gated._kernel, rsqrt._kernel, matmul.family)
+    caches = (*caches, vector_norm._kernel, rotary._kernel, gated._kernel, rsqrt._kernel)
+    caches = (*caches, norm_rotary._kernel, matmul.family)
     caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
     caches = (*caches, maps_sm90.tile_maps)
     tensor: Any = torch.Tensor

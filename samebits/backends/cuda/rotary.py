@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.operands import TYPES, address
 
 _THREADS = 128
-_PARAMS = "PPPPPPP" + 12 * "q" + "qqqqqq" + "qq" + "iiiii"
+TABLE = "PPP" + 8 * "q"  # the struct of rotary.cuh
+_PARAMS = "PPPP" + 12 * "q" + TABLE + "q" + "iiii"
 LAYOUTS = {
     "halves": ("HALVES", "HALVES"),
     "pairs": ("PAIRS", "PAIRS"),
@@ -103,12 +105,8 @@ def rotary_into(
     Or what :func:`rotary_backward` gives, if `gradients` is another word than "none".
     """
     lead, head = q.shape[:-2], q.shape[-1]
-    at = None if positions is None else _tokens(positions, 0)
-    if positions is None:
-        cos, sin = (_rows(t.expand(*lead, t.shape[-1]), 1) for t in (cos, sin))
-    else:
-        cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
-    given = [None if t is None else _rows(t, 2) for t in (q, k, q_out, k_out)]
+    cos, sin, at = placed(cos, sin, positions, lead)
+    given = [None if t is None else head_rows(t, 2) for t in (q, k, q_out, k_out)]
     tokens = given[0]
     assert tokens is not None
     batch, count = tokens.shape[:2]
@@ -129,21 +127,38 @@ def rotary_into(
         vector = 1
     full = cos.shape[-1] == 2 * pairs
     steps = [(0, 0, 0) if t is None else t.stride()[:3] for t in given]
-    of_cos, of_sin = (t.stride()[:2] if positions is None else (0, t.stride(0)) for t in (cos, sin))
     tasks = sum(heads) * (pairs // vector - (-rest // (2 * vector)))
     _kernel(q.dtype, cos.dtype, layout, full, vector, gradients, q.get_device()).launch(
         (batch * count, -(-tasks // _THREADS), 1),
-        *(*map(address, given), cos.data_ptr(), sin.data_ptr(), address(at)),
-        *(*steps[0], *steps[1], *steps[2], *steps[3], *of_cos, *of_sin),
-        *((0, 0) if at is None else at.stride()),
-        *(count, cos.shape[0], *heads, pairs, rest, int(at is not None and at.dtype == torch.int64)),
+        *(*map(address, given), *steps[0], *steps[1], *steps[2], *steps[3]),
+        *(*table_of(cos, sin, at), count, *heads, pairs, rest),
     )
     for written, into in ((given[2], q_out), (given[3], k_out)):
         if into is not None and written is not None and written.data_ptr() != into.data_ptr():
             into.copy_(written.view(into.shape))
 
 
-def _rows(t: Tensor, kept: int) -> Tensor:
+def placed(
+    cos: Tensor, sin: Tensor, positions: Tensor | None, lead: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cosines, sines and positions of tokens, so that kernels can read them."""
+    if positions is None:
+        cos, sin = (head_rows(t.expand(*lead, t.shape[-1]), 1) for t in (cos, sin))
+        return cos, sin, None
+    cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
+    return cos, sin, _tokens(positions, 0)
+
+
+def table_of(cos: Tensor, sin: Tensor, at: Tensor | None) -> tuple[int, ...]:
+    """The values of a ``Table`` of what :func:`placed` gave."""
+    of_cos, of_sin = (t.stride()[:2] if at is None else (0, t.stride(0)) for t in (cos, sin))
+    of_positions = (0, 0) if at is None else at.stride()
+    wide = int(at is not None and at.dtype == torch.int64)
+    addresses = cos.data_ptr(), sin.data_ptr(), address(at)
+    return *addresses, *of_cos, *of_sin, *of_positions, cos.shape[0], wide
+
+
+def head_rows(t: Tensor, kept: int) -> Tensor:
     """`t` as ``[batch, tokens, ...]`` with the last `kept` dimensions, contiguous in the last."""
     if t.shape[-1] > 1 and t.stride(-1) != 1:
         t = t.contiguous()

@@ -6,6 +6,7 @@ Single sums, products and roundings are PyTorch's, which are those of IEEE 754.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,6 +181,77 @@ def rotary_into(
     q_out.copy_(found[0])
     if k_out is not None:
         k_out.copy_(found[1])
+
+
+def norm_rotary(
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    eps: float,
+    offset: float,
+    once: bool,
+    pairs: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys ``[..., H, D]`` with norms of heads and then positions."""
+    normed = [
+        None if x is None else add_rms_norm(x, None, w, eps, offset, once, q.dtype)[0]
+        for x, w in ((q, q_weight), (k, k_weight))
+    ]
+    assert normed[0] is not None
+    return rotary(normed[0], normed[1], cos, sin, positions, pairs, layout)
+
+
+def norm_rotary_into(
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_out: Tensor,
+    k_out: Tensor | None,
+    *options: Any,
+) -> None:
+    """The same into `q_out` and `k_out`, which may be `q` and `k`."""
+    found = norm_rotary(q, k, q_weight, k_weight, cos, sin, positions, *options)
+    q_out.copy_(found[0])
+    if k_out is not None:
+        k_out.copy_(found[1])
+
+
+def norm_rotary_backward(
+    of_q: Tensor | None,
+    of_k: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    eps: float,
+    offset: float,
+    once: bool,
+    pairs: int,
+    layout: str,
+    gradients: str,
+    of_q_weight: bool,
+    of_k_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `q` and `k`, and what is summed over heads for those of the weights: `q`'s, then `k`'s."""
+    back = rotary_backward(of_q, of_k, cos, sin, positions, pairs, layout, gradients)
+    grads, terms = ([q.new_empty(0) for _ in range(2)] for _ in range(2))
+    given = (of_q, q, q_weight, of_q_weight), (of_k, k, k_weight, of_k_weight)
+    for i, (g, x, weight, asked) in enumerate(given):
+        if g is not None and x is not None:
+            grads[i], terms[i] = add_rms_norm_backward(back[i], None, x, weight, eps, offset, once, asked)
+    return grads[0], grads[1], terms[0], terms[1]
 
 
 def gated(

@@ -16,6 +16,7 @@ from samebits.ops.add_rms_norm import add_rms_norm
 from samebits.ops.expand import sum_over_broadcast
 from samebits.ops.gated import Activation, gated
 from samebits.ops.logp import gather_logp
+from samebits.ops.norm_rotary import norm_rotary
 from samebits.ops.rotary import rotary
 from samebits.ops.rsqrt import rsqrt
 from samebits.testing import KINDS, values
@@ -79,7 +80,7 @@ _OF_IDS = ((1, 1, 1), (3, 129, 5), (2, 9000, 21), (1, 150_000, 2), (70, 1000, 30
 
 def fused_cases(thorough: bool) -> list[FusedCase]:
     """All cases."""
-    every = (_norms, _rotations, _gates, _functions, _of_ids)
+    every = (_norms, _rotations, _normed_rotations, _gates, _functions, _of_ids)
     return [case for cases in every for case in cases(3 if thorough else 1)]
 
 
@@ -232,6 +233,46 @@ def _turned_back(dim: int, layout: Any, gradients: Any, packed: Tensor, table: T
         turned = rotary(q, k, cos, sin, positions=at, **options)
         both = torch.autograd.grad(turned, (q, k), (of_q, of_k), retain_graph=True)
         return *both, *torch.autograd.grad(turned[1], k, of_k)
+
+
+def _normed_rotations(times: int) -> Iterator[FusedCase]:
+    kinds, forms, gradients = itertools.cycle(KINDS), itertools.cycle(_FORMS), itertools.cycle(_GRADIENTS)
+    dtypes = (*zip(DTYPES, DTYPES, strict=True), (BF16, F32), (F32, BF16))
+    heads = ((128, 128), (64, 32), (256, 256), (200, 64), (9, 6)) * times
+    for (dtype, trig), layout, (head, dim), full in itertools.product(dtypes, _LAYOUTS, heads, (False, True)):
+        kind, form, of, width = next(kinds), next(forms), next(gradients), 2 * (dim if full else dim // 2)
+        draw = partial(_turned_with_weights, kind, head, width, dtype, trig)
+        name = (
+            f"{layout}, {dim} of {head}, {form}, cosines {trig} of {'entries' if full else 'pairs'}, {dtype}"
+        )
+        options = form | {"rotary_dim": dim, "layout": layout, "gradients": of}
+        yield FusedCase("norm_rotary", layout, f"{name}, {of}, {kind}", draw, partial(_norm_rotated, options))
+
+
+def _turned_with_weights(kind: str, head: int, width: int, dtype: torch.dtype, trig: torch.dtype) -> Results:
+    packed, table, at = _turned(kind, head, width, dtype, trig)
+    return packed, table, at, *_drawn("normal", ((2, head), dtype))
+
+
+def _norm_rotated(
+    options: dict[str, Any], packed: Tensor, table: Tensor, at: Tensor, weights: Tensor
+) -> Results:
+    """Heads packed with others, in place too, and all gradients."""
+    cos, sin = table.chunk(2, -1)
+    heads = packed.unflatten(-1, (6, -1))
+    q, k, grad = heads[..., :3, :], heads[..., 3:5, :], heads[..., 1:, :]
+    with torch.enable_grad():
+        of_q, of_k, *of_weights = leaves = [t.detach().requires_grad_() for t in (q, k, *weights)]
+        turned = norm_rotary(of_q, of_k, of_weights[0], of_weights[1], cos, sin, positions=at, **options)
+        both = torch.autograd.grad(turned, leaves, (grad[..., :3, :], grad[..., 3:, :]), retain_graph=True)
+        of_keys = torch.autograd.grad(turned[1], leaves[1::2], grad[..., 3:, :])
+    found = [*(t.detach() for t in turned), *both, *of_keys]
+    if options["layout"] != "pairs to halves":
+        mine = heads.clone()
+        out = mine[..., :3, :], mine[..., 3:5, :]
+        norm_rotary(*out, weights[0], weights[1], cos, sin, positions=at.int(), out=out, **options)
+        found.append(mine)
+    return tuple(found)
 
 
 def _gates(times: int) -> Iterator[FusedCase]:

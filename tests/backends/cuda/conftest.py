@@ -22,6 +22,7 @@ from samebits.backends.cuda import (
     logp,
     matmul,
     norm_gradients,
+    norm_rotary,
     rotary,
     rows,
     rsqrt,
@@ -91,6 +92,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(grouped, "_plans", Plans())
     linear_logp_sm90._prepared.cache_clear()
     of_rows = rows._plan, rows._long_kernel, columns._kernel, gather._kernel, norm_gradients._kernel
-    for made in (logp._kernel, slots._kernel, rotary._kernel, gated._kernel, rsqrt._kernel, *of_rows):
+    of_heads = rotary._kernel, norm_rotary._kernel
+    for made in (logp._kernel, slots._kernel, gated._kernel, rsqrt._kernel, *of_heads, *of_rows):
         made.cache_clear()
     return found

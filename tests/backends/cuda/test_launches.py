@@ -21,6 +21,7 @@ from samebits.backends.cuda import (
     linear_logp,
     logp,
     matmul,
+    norm_rotary,
     rotary,
     rows,
     runtime,
@@ -285,6 +286,32 @@ def test_fused_layers_get_the_addresses_of_what_they_read(launches: list[Any], i
     halves = table[:, 32:], packed[:, 64:]
     assert {t.data_ptr() for t in (x, r, w, table, at, packed, *halves, *results)} <= given
     assert [dict(launch.spec.constants)["VECTOR"] for launch in launches] == [8, 8, 8]
+
+
+def test_heads_and_their_gradients_take_a_launch_each(launches: list[Any]) -> None:
+    q, k, w, v = (torch.empty(s, dtype=BF16) for s in ((5, 4, 128), (5, 2, 128), (128,), (128,)))
+    cos, sin = torch.empty(5, 128, dtype=BF16), torch.empty(5, 128, dtype=BF16)
+    options = 1e-6, 0.0, False, 64, "halves"
+    found = norm_rotary.norm_rotary(q, k, w, v, cos, sin, None, *options)
+    of = *options, "rounded", True, True
+    found += norm_rotary.norm_rotary_backward(*found, q, k, w, v, cos, sin, None, *of)
+    alone = norm_rotary.norm_rotary_backward(None, k, q, k, w, v, cos, sin, None, *of)
+    found += rotary.rotary_backward(q, k, cos, sin, None, 64, "halves", "rounded")
+    gates = torch.empty(5, 64, dtype=BF16)
+    found += gated.gated_backward(
+        gates, torch.empty(5, 128, dtype=BF16), None, "silu", 7.0, 1.0, True, True, True
+    )
+    assert launches == [
+        "norm_rotary.cu",
+        *("norm_rotary_backward.cu", "norm_rotary_backward.cu", "rotary.cu", "gated_backward.cu"),
+    ]
+    given = [set(launch.values) for launch in launches]
+    for of_launch, tensors in zip(
+        given, (found[:2], found[:6], alone[1::2], found[6:8], found[8:9]), strict=True
+    ):
+        assert {t.data_ptr() for t in (*tensors,)} <= of_launch
+    assert {t.data_ptr() for t in (q, k, w, v, cos, sin)} <= given[0] & given[1]
+    assert alone[0].numel() == alone[2].numel() == 0
 
 
 @pytest.mark.parametrize("weight", [torch.empty(80)[::2], torch.empty(1).expand(40)], ids=["step", "expand"])

@@ -29,6 +29,7 @@ from samebits.ops import (
     linear_logp,
     logp,
     norm,
+    norm_rotary,
     reduce,
     rotary,
     rsqrt,
@@ -169,6 +170,27 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     "rotary backward, of keys": (
         rotary._gradient,
         lambda: (None, t(5, 2, 64), t(5, 32), t(5, 32), None, 32, "halves", "split"),
+    ),
+    "norm_rotary": (
+        norm_rotary._operator,
+        lambda: (
+            *(t(5, 8, 64), t(5, 2, 64), t(1, 64)[0], t(1, 64)[0], t(5, 32), t(5, 32), None),
+            *(1e-6, 0.0, False, 32, "halves", "rounded"),
+        ),
+    ),
+    "norm_rotary, apart": (
+        norm_rotary._operator,
+        lambda: (
+            *(t(5, 8, 320), None, None, None, t(5, 160), t(5, 160), None),
+            *(1e-6, 0.0, False, 160, "halves", "rounded"),
+        ),
+    ),
+    "norm_rotary backward": (
+        norm_rotary._gradient,
+        lambda: (
+            *(t(5, 8, 64), t(5, 2, 64), t(5, 8, 64), t(5, 2, 64), t(1, 64)[0], t(1, 64)[0]),
+            *(t(5, 32), t(5, 32), None, 1e-6, 0.0, False, 32, "halves", "rounded", True, False),
+        ),
     ),
     "gated": (gated._operator, lambda: (t(7, 64), None, "silu", 7.0, 1.7, False)),
     "gated, apart": (gated._operator, lambda: (t(7, 64, gap=8), t(7, 64), "gelu", 7.0, 1.7, False)),

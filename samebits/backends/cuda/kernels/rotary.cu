@@ -3,48 +3,22 @@
 // A block takes one token. A thread rotates VECTOR pairs of a head, or copies 2 * VECTOR entries that are not rotated.
 // It reads all that it needs before it writes: where results lie as operands do, they may be the same memory.
 //
-// Macros
-//   IN, TRIG   types of queries and keys, and of cosines and sines: F32, BF16 or F16
+// Macros, beside those of rotary.cuh
 //   FROM, TO   how pairs lie in operands and in results: HALVES or PAIRS
-//   FULL       1: cosines and sines are given for each entry of what has positions; 0: for each pair
 //   VECTOR     pairs of a thread: as many as 16 bytes have entries, or 1 for operands that are not aligned
-//   GRADIENTS  NONE: positions are given; else operands are gradients of what has them, and ROUNDED, WIDE or SPLIT
-//              says of which code
 
-#define HALVES 0  // entry i beside entry i + pairs
-#define PAIRS 1   // entry 2 i beside entry 2 i + 1
-#define NONE 0
-#define ROUNDED 1
-#define WIDE 2
-#define SPLIT 3
-
-#include "launch.cuh"
-#include "vectors.cuh"
-
-using In = Element<IN>;
-using Trig = Element<TRIG>;
-constexpr bool IN_ONE_TYPE = IN == TRIG || GRADIENTS == ROUNDED || GRADIENTS == SPLIT;
-using Between = Element<IN_ONE_TYPE ? IN : F32>;  // to which products and their sum are rounded
-// Autograd adds gradients of parts of a tensor to zeros, but for those of a split: then a sum is never -0.
-constexpr bool ADDS_ZERO = GRADIENTS == ROUNDED || GRADIENTS == WIDE;
+#include "rotary.cuh"
 
 constexpr int THREADS = 128;
-
-struct Steps {
-    i64 batch, token, head;
-};
 
 struct Params {
     const In::Stored* from[2];  // queries and keys
     In::Stored* to[2];
-    const Trig::Stored *cos, *sin;
-    const void* positions;  // of each token, rows of cos and sin; null: they have a row for each token
-    Steps from_step[2], to_step[2];
-    i64 cos_batch, cos_token, sin_batch, sin_token, position_batch, position_token;
-    i64 tokens, rows;  // in a batch, fewer than blocks; and of cos and sin, if there are positions
+    HeadSteps from_step[2], to_step[2];
+    Table table;
+    i64 tokens;  // in a batch, fewer than blocks
     int heads[2];
     int pairs, rest;  // of a head: pairs, and entries that are not rotated; 0: they are in their place
-    int wide;         // 1: positions have 64 bits, else 32
 };
 
 // This thread's pairs, or what belongs to them.
@@ -76,13 +50,6 @@ __device__ __forceinline__ void load_factors(const Trig::Stored* at, int first, 
     }
 }
 
-__device__ __forceinline__ float product(float a, float b) { return rounded_to<Between>(__fmul_rn(a, b)); }
-
-__device__ __forceinline__ float sum(float a, float b) {
-    const float x = rounded_to<Between>(__fadd_rn(a, b));
-    return ADDS_ZERO ? __fadd_rn(x, 0.0f) : x;
-}
-
 // Entries that are not rotated.
 template <int count>
 __device__ __forceinline__ void pass_on(const In::Stored* from, In::Stored* to) {
@@ -108,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_consta
     const int which = head >= p.heads[0];
     head -= which ? p.heads[0] : 0;
     if (which && head >= p.heads[1]) return;
-    const Steps &from_step = p.from_step[which], &to_step = p.to_step[which];
+    const HeadSteps &from_step = p.from_step[which], &to_step = p.to_step[which];
     const In::Stored* from =
         p.from[which] + batch * from_step.batch + token * from_step.token + head * from_step.head;
     In::Stored* to = p.to[which] + batch * to_step.batch + token * to_step.token + head * to_step.head;
@@ -121,20 +88,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_consta
             for (int i = 0; i < left; ++i) pass_on<1>(from + i, to + i);
         return;
     }
-    i64 row = token, row_batch = batch;
-    bool known = true;
-    if (p.positions) {
-        const i64 at = batch * p.position_batch + token * p.position_token;
-        row = p.wide ? static_cast<const i64*>(p.positions)[at] : static_cast<const int*>(p.positions)[at];
-        row_batch = 0;
-        known = row >= 0 && row < p.rows;
-    }
+    i64 row, of_table = batch;
+    const bool known = p.table.find(of_table, token, row);
     const int first = part * VECTOR;
     float a[VECTOR], b[VECTOR], cos[2][VECTOR], sin[2][VECTOR];
     load_pairs<In, FROM>(from, first, p.pairs, a, b);
     if (known) {
-        load_factors(p.cos + row_batch * p.cos_batch + row * p.cos_token, first, p.pairs, cos[0], cos[1]);
-        load_factors(p.sin + row_batch * p.sin_batch + row * p.sin_token, first, p.pairs, sin[0], sin[1]);
+        load_factors(p.table.cos + of_table * p.table.cos_batch + row * p.table.cos_token, first, p.pairs,
+                     cos[0], cos[1]);
+        load_factors(p.table.sin + of_table * p.table.sin_batch + row * p.table.sin_token, first, p.pairs,
+                     sin[0], sin[1]);
     }
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
