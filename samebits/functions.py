@@ -1,8 +1,8 @@
 """The constants of exp, log, exp2, gelu and sums over the vocabulary.
 
 ``docs/contract.md``, "Log-probabilities", "exp2" and "Fused layers", defines the functions. The CPU
-reference reads the constants from here. ``kernels/include/{functions,activations}.cuh`` repeat them for CUDA,
-and a test compares the two.
+reference reads the constants from here. For CUDA, ``python -m benchmarks tables`` writes them into
+``kernels/include/constants.cuh``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CONSTANTS = {
         "G9": "0x1.0de7eap-17",
     }.items()
 }
-"""All of them are f32 values."""
+"""All of them are f32 values. HALF_ROOT: of 1 / 2. TANH_SLOPE: 3 TANH_CUBE. DENSITY: 1 / sqrt(2 pi)."""
 
 # fmt: off
 EX2_SM90: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int] = (

@@ -1,4 +1,4 @@
-"""Write tables of benchmarks/results, and of the mode's rules, between the markers in README.md and docs.
+"""Write tables of benchmarks/results and of the mode's rules into README.md and docs, and constants for CUDA.
 
 python -m benchmarks tables [--check]
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import support
 from benchmarks.record import GPUS, ROOT, load, measured
-from benchmarks.tables import cpu, engines, mode, models, operations, products, proofs, tuning
+from benchmarks.tables import constants, cpu, engines, mode, models, operations, products, proofs, tuning
 from benchmarks.zoo import report
 
 BLOCK = re.compile(
@@ -129,11 +129,12 @@ def main() -> None:
                 print(f"wrote {path}")
     if unused := BLOCKS.keys() - used:
         raise SystemExit(f"no page has a block for {', '.join(sorted(unused))}")
-    if not support.PROVEN.exists() or support.PROVEN.read_text() != support.text():
-        stale.append(str(support.PROVEN.relative_to(ROOT)))
-        if not options.check:
-            support.PROVEN.write_text(support.text())
-            print(f"wrote {support.PROVEN}")
+    for path, whole in ((support.PROVEN, support.text()), (constants.HEADER, constants.text())):
+        if not path.exists() or path.read_text() != whole:
+            stale.append(str(path.relative_to(ROOT)))
+            if not options.check:
+                path.write_text(whole)
+                print(f"wrote {path}")
     if options.check and stale:
         raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks tables")
 

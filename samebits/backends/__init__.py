@@ -17,7 +17,7 @@ from samebits.contract import Contract, contract_from_key
 __all__ = [
     "NAMES",
     "Key",
-    "Step",
+    "Later",
     "UnavailableError",
     "broadcast",
     "chosen_backend",
@@ -49,11 +49,11 @@ class UnavailableError(RuntimeError):
     """A backend cannot run here. The message says why, and what to do."""
 
 
-Step = Callable[[], object]
+Later = Callable[[], object]
 """The last part of a computation, which cannot fail: checks, allocation, planning and compilation are done.
 
-Functions called ``..._later`` return a step. So several results can be written together or not at all: make
-all steps, then run them in order. A backend may compute immediately, and leave only a copy to the step.
+Functions called ``..._later`` return it. So several results can be written together or not at all: make all
+of them, then run them in order. A backend may compute immediately, and leave only a copy for later.
 """
 
 _P = ParamSpec("_P")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
+from samebits.backends import Later
 from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics, vocabulary_pieces
 
 _LOGITS = 1 << 23  # logits in a piece: 32 MiB
@@ -48,7 +48,7 @@ def statistics(
 
 def grad_logits_later(
     products: Any, logp: Any, out: Tensor, given: GradLogitsInputs, *, contract: str
-) -> Step:
+) -> Later:
     """Write dz of a part of the vocabulary into ``out``, which has the shape of :func:`empty_grads`."""
     hidden, weight, bias, part, rows, *grads = given
     tokens, steps = hidden.shape[0], []
@@ -64,7 +64,7 @@ def grad_logits_later(
     return lambda: [step() for step in steps]
 
 
-def grad_logits(later: Callable[..., Step], *inputs: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+def grad_logits(later: Callable[..., Later], *inputs: Any, dtype: torch.dtype, **options: Any) -> Tensor:
     """Run a backend's ``grad_logits_later`` on :class:`GradLogitsInputs` immediately."""
     given = GradLogitsInputs(*inputs)
     width = given.part.stop - given.part.start

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Step, on_gpu, unpack_key
+from samebits.backends import Key, Later, on_gpu, unpack_key
 from samebits.backends.replay import replayed
 from samebits.ops._operator import Operator, bypasses_dispatcher
 from samebits.ops._products import as_operand, one
@@ -181,7 +181,7 @@ grouped_terms = Operator(
 
 def grouped_terms_later(
     acc: Tensor, a: Tensor, b: Tensor, offs: Tensor, sequences: Tensor | None, key: Key
-) -> Step:
+) -> Later:
     """Prepare to continue the chains in `acc`, of tensors without gradients. The step writes the result."""
     if a.is_cuda:
         backend, contract = on_gpu("grouped", key, a.get_device())

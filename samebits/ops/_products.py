@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Step, broadcast, contract_of, on_gpu, unpack_key
+from samebits.backends import Key, Later, broadcast, contract_of, on_gpu, unpack_key
 from samebits.backends.replay import kept, replayed
 from samebits.ops._operator import EXTRAORDINARY, Operator
 from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
@@ -150,7 +150,7 @@ def _addbmm_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None
     addbmm_later(acc, a, b, cu_seqlens, key)()
 
 
-def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: Key) -> Step:
+def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: Key) -> Later:
     """Prepare :func:`addbmm_` of tensors without gradients. The returned step writes the result."""
     if a.is_cuda:
         backend, contract = on_gpu("matmul", key, a.get_device())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
+from samebits.backends import Later
 from samebits.backends.segments import check_terms
 from samebits.backends.token_logps import vocabulary_pieces
 from samebits.contract import segmented_key
@@ -16,7 +16,7 @@ from samebits.contract import segmented_key
 
 def sum_in_parts(
     products: Any, out: Tensor, rows: int, vocabulary: int, segments: int, most: int, contract: str
-) -> tuple[list[slice], Callable[[slice, Tensor, Tensor], Iterator[Step]]]:
+) -> tuple[list[slice], Callable[[slice, Tensor, Tensor], Iterator[Later]]]:
     """``out[M, N] = a[M, V] @ b[V, N]`` by parts of the vocabulary V, with at most about `most` values of a.
 
     Args:
@@ -42,7 +42,7 @@ def sum_in_parts(
     sums = torch.empty((levels, *out.shape), dtype=torch.float32, device=out.device) if several else out[None]
     whole = segmented_key(contract, together)
 
-    def steps(part: slice, a: Tensor, b: Tensor) -> Iterator[Step]:
+    def steps(part: slice, a: Tensor, b: Tensor) -> Iterator[Later]:
         index, offset = divmod(part.start, length)
         level = index.bit_count()  # subtrees that wait for their right neighbour
         goes_on = offset > 0

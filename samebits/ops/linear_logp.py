@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Step, contract_of, on_gpu, unpack_key
+from samebits.backends import Key, Later, contract_of, on_gpu, unpack_key
 from samebits.backends.logits_in_pieces import empty_grads
 from samebits.backends.replay import refuse
 from samebits.backends.token_logps import GradLogitsInputs, Rows, room_for_logits
@@ -324,7 +324,7 @@ def gradients_into(
     grad_logits = empty_grads(tokens, (p.stop - p.start for p in parts), dtype, hidden.device)
     ones = grad_logits[0].new_ones(()).expand(*by_sequence.shape[:2], by_sequence.shape[2], 1)
 
-    def steps() -> Iterator[Step]:
+    def steps() -> Iterator[Later]:
         for part, room in zip(parts, grad_logits, strict=True):
             start, stop = part.start, max(part.start, min(part.stop, kept.shape[1]))
             if stop < part.stop:  # the rest of a row of dz starts at a multiple of 16 bytes

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import samebits
+from benchmarks.tables import constants
 from samebits import AMPERE, FMA, FP8, HOPPER, TENSOR_CORE, Contract, MmaModel, functions
 from samebits.contract import HOPPER_FP8, contract_from_key, resolve
 from tests.support import ROOT, naive, naive_attention, naive_fp8
@@ -186,8 +187,8 @@ def test_the_interpolation_of_exp2_is_that_of_the_document() -> None:
 
 
 def test_constants_are_the_same_everywhere() -> None:
-    include = ROOT / "samebits/backends/cuda/kernels/include"
-    header = (include / "functions.cuh").read_text() + (include / "activations.cuh").read_text()
+    header = constants.HEADER.read_text()
+    assert header == constants.text()
     in_header = {
         name: float.fromhex(value)
         for name, value in re.findall(r"constexpr float (\w+) = (-?0x[\w.+-]+)f;", header)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
+from samebits.backends import Later
 from samebits.backends.cuda import compiler, runtime, shapes, tuned
 from samebits.backends.cuda.matmul import check_contract
 from samebits.backends.cuda.plans import Plans
@@ -75,7 +75,7 @@ def grouped_terms(
 
 def grouped_terms_later(
     out: Tensor, a: Tensor, b: Tensor, offs: Tensor, sequences: Tensor | None, *, contract: str
-) -> Step:
+) -> Later:
     """`grouped_terms` into ``out[G, M, N]``, from whose values the chains start."""
     if out.stride(1) < out.stride(2):  # products commute, and a kernel writes along rows
         out, a, b = out.mT, b.mT, a.mT

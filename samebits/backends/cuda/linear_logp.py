@@ -6,7 +6,7 @@ import functools
 
 from torch import Tensor
 
-from samebits.backends import Step, logits_in_pieces
+from samebits.backends import Later, logits_in_pieces
 from samebits.backends.cuda import linear_logp_sm90, logp, matmul
 from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics
 from samebits.contract import contract_from_key
@@ -30,7 +30,7 @@ def statistics(
     return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, keep, contract=contract)
 
 
-def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) -> Step:
+def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) -> Later:
     """Write dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``."""
     if _supports_fused(given.hidden, given.weight, given.bias, contract):
         return linear_logp_sm90.grad_logits_later(out, given)

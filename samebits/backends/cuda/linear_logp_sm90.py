@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
+from samebits.backends import Later
 from samebits.backends.cuda import compiler, devices, runtime, shapes, tensor_maps, tuned
 from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.plans import on_change
@@ -218,7 +218,7 @@ def statistics(
     return out
 
 
-def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, schedule: Sm90Schedule | None = None) -> Step:
+def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, schedule: Sm90Schedule | None = None) -> Later:
     """Write dz of a part of the vocabulary, in the dtype of ``hidden``, into ``out``.
 
     ``out`` has the shape of ``logits_in_pieces.empty_grads``. `schedule` replaces the default choice.

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
+from samebits.backends import Later
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.operands import TYPES, address, with_rows
 from samebits.backends.token_logps import Rows, Statistics
@@ -159,7 +159,7 @@ def grad_logits(
 
 def grad_logits_later(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
-) -> Step:
+) -> Later:
     """:func:`grad_logits` as a step: of contiguous rows, in tensors that must live until then."""
     if logits.numel() == 0:
         return int

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, UnavailableError, broadcast
+from samebits.backends import Later, UnavailableError, broadcast
 from samebits.backends.arch import ARCHS
 from samebits.backends.cuda import devices, runtime, shapes, tuned
 from samebits.backends.cuda.plans import Plans
@@ -99,14 +99,14 @@ def addbmm(
 
 def addbmm_later(
     out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
-) -> Step:
+) -> Later:
     """`addbmm` into ``out``. Chains start from +0, or from the values in ``out``."""
     return _later(_sequences_planned(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate))
 
 
 def matmul_later(
     out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, contract: str
-) -> Step:
+) -> Later:
     """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
     Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. A contract with segments takes no
@@ -116,7 +116,7 @@ def matmul_later(
     return _later(_planned(a, b, out, contract, bias=bias, accumulate=accumulate))
 
 
-def tree_later(out: Tensor, partials: Tensor) -> Step:
+def tree_later(out: Tensor, partials: Tensor) -> Later:
     """Write the rounded sum of contiguous ``partials[S, M, N]`` by pairs of neighbours into ``out[M, N]``.
 
     S is a power of two. ``out`` may be ``partials[0]``.
@@ -126,7 +126,7 @@ def tree_later(out: Tensor, partials: Tensor) -> Step:
     return partial(launch, partials.data_ptr(), out.data_ptr(), 0, 0)
 
 
-def rounded_later(out: Tensor, chain: Tensor) -> Step:
+def rounded_later(out: Tensor, chain: Tensor) -> Later:
     """Write the rounded results of chains in contiguous ``chain``, whose NaN are canonical, into ``out``."""
     if chain.numel() == 0:
         return int
@@ -199,13 +199,13 @@ def _launch(planned: _Planned) -> None:
     plan.launch(*addresses)
 
 
-def _later(planned: _Planned) -> Step:
+def _later(planned: _Planned) -> Later:
     plan, addresses, cu_seqlens = planned
     launch = plan.later(*addresses)
     return launch if cu_seqlens is None else partial(_launch_holding, launch, cu_seqlens)
 
 
-def _launch_holding(launch: Step, cu_seqlens: Tensor) -> None:
+def _launch_holding(launch: Later, cu_seqlens: Tensor) -> None:
     launch()
 
 
@@ -309,7 +309,7 @@ def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Product, Any], Any
     """Kernels, or the one of this name, and schedules that could be fastest for `p`. Tuning times them."""
     return [
         (kernel, s)
-        for kernel in rivals(p)
+        for kernel in kernels_for(p)
         if name in ("", kernel.name)
         for candidate in kernel.candidates(p)
         for s in (candidate, *kernel.variations(p, candidate))
@@ -319,7 +319,7 @@ def ways(p: Product, name: str = "") -> list[tuple[CudaKernel[Product, Any], Any
 Takes = Callable[[Product], bool]
 
 
-def rivals(p: Product) -> list[CudaKernel[Product, Any]]:
+def kernels_for(p: Product) -> list[CudaKernel[Product, Any]]:
     """The kernels that could be fastest: one, or two whose costs can be compared."""
     first = fastest(p)
     pairs: tuple[tuple[CudaKernel[Product, Any], CudaKernel[Product, Any], Takes], ...] = (

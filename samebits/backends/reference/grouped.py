@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
+from samebits.backends import Later
 from samebits.backends.reference import matmul as reference
 
 
@@ -35,7 +35,7 @@ def grouped_terms(
 
 def grouped_terms_later(
     out: Tensor, a: Tensor, b: Tensor, offs: Tensor, sequences: Tensor | None, *, contract: str
-) -> Step:
+) -> Later:
     """`grouped_terms` into ``out[G, M, N]``, from whose values the chains start."""
     return partial(out.copy_, _chains(out, a, b, offs, sequences, out.dtype, contract))
 

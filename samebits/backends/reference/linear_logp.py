@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from samebits.backends import Step, logits_in_pieces
+from samebits.backends import Later, logits_in_pieces
 from samebits.backends.reference import logp, matmul
 from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics
 
@@ -25,7 +25,7 @@ def statistics(
     return logits_in_pieces.statistics(matmul, logp, hidden, weight, bias, rows, keep, contract=contract)
 
 
-def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) -> Step:
+def grad_logits_later(out: Tensor, given: GradLogitsInputs, *, contract: str) -> Later:
     """Write dz into the first columns of ``out``, immediately."""
     hidden, weight, bias, part, rows, grad, grad_entropy = given
     logits = logits_in_pieces.logits_of(matmul, hidden, weight, bias, part, contract)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, token_logps
+from samebits.backends import Later, token_logps
 from samebits.backends.reference import logp_kernels as kernels
 from samebits.backends.reference.matmul import in_threads, require_subnormals, rounded
 from samebits.backends.token_logps import Rows, Statistics
@@ -74,7 +74,7 @@ def grad_logits(
 
 def grad_logits_later(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
-) -> Step:
+) -> Later:
     """:func:`grad_logits`, immediately."""
     grad_logits(out, logits, first, rows, grad, grad_entropy)
     return int

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samebits.backends import Step
+from samebits.backends import Later
 from samebits.backends.reference import kernels
 from samebits.backends.segments import refuse_start, segment_bounds
 from samebits.contract import contract_from_key
@@ -81,7 +81,7 @@ def addbmm(
 
 def addbmm_later(
     out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
-) -> Step:
+) -> Later:
     """`addbmm` into ``out``. Chains start from +0, or from the values in ``out``."""
     expected = a.shape[0], a.shape[2], b.shape[3]
     if out.shape != expected:
@@ -92,7 +92,7 @@ def addbmm_later(
 
 def matmul_later(
     out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, contract: str
-) -> Step:
+) -> Later:
     """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
     Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. A contract with segments takes no
@@ -104,7 +104,7 @@ def matmul_later(
     return int
 
 
-def tree_later(out: Tensor, partials: Tensor) -> Step:
+def tree_later(out: Tensor, partials: Tensor) -> Later:
     """Write the rounded sum of ``partials[S, M, N]``, float32, by pairs of neighbours into ``out[M, N]``.
 
     S is a power of two. ``out`` may be ``partials[0]``. The result is written immediately.
@@ -132,7 +132,7 @@ def _tree(partials: _F32) -> _F32:
     return cast(_F32, partials[0])
 
 
-def rounded_later(out: Tensor, chain: Tensor) -> Step:
+def rounded_later(out: Tensor, chain: Tensor) -> Later:
     """Write the rounded results of chains in ``chain[M, N]`` into ``out``, immediately."""
     out.copy_(rounded(chain, out.dtype))
     return int

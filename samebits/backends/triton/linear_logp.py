@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, logits_in_pieces
+from samebits.backends import Later, logits_in_pieces
 from samebits.backends.product import LARGEST
 from samebits.backends.token_logps import GradLogitsInputs, Rows, Statistics
 from samebits.backends.triton import logp, logp_kernels, matmul, runtime, tiles
@@ -74,7 +74,7 @@ def statistics(
 
 def grad_logits_later(
     out: Tensor, given: GradLogitsInputs, *, contract: str, schedule: TileSchedule | None = None
-) -> Step:
+) -> Later:
     """Write dz of a part of the vocabulary into ``out``, of the shape of ``logits_in_pieces.empty_grads``.
 
     `schedule`, one of TILE_SCHEDULES, replaces the default choice of the fused kernel.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, token_logps
+from samebits.backends import Later, token_logps
 from samebits.backends.replay import refuse
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.backends.token_logps import first_unknown as first_unknown
@@ -84,7 +84,7 @@ def grad_logits(
 
 def grad_logits_later(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
-) -> Step:
+) -> Later:
     """:func:`grad_logits` as a step."""
     return partial(grad_logits, out, logits, first, rows, grad, grad_entropy)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Step, UnavailableError, broadcast
+from samebits.backends import Later, UnavailableError, broadcast
 from samebits.backends.arch import arch_of
 from samebits.backends.product import LARGEST, Operands, Product
 from samebits.backends.replay import refuse
@@ -75,7 +75,7 @@ def addbmm(
 
 def addbmm_later(
     out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
-) -> Step:
+) -> Later:
     """`addbmm` into ``out``. Chains start from +0, or from the values in ``out``.
 
     Triton compiles at the first launch of a kind, in the step.
@@ -87,7 +87,7 @@ def addbmm_later(
 
 def matmul_later(
     out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, contract: str
-) -> Step:
+) -> Later:
     """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
     Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. A contract with segments takes no
@@ -97,7 +97,7 @@ def matmul_later(
     return partial(_run_plain, Operands(a, b, out, bias, out if accumulate else None), contract)
 
 
-def tree_later(out: Tensor, partials: Tensor) -> Step:
+def tree_later(out: Tensor, partials: Tensor) -> Later:
     """Write the rounded sum of contiguous ``partials[S, M, N]`` by pairs of neighbours into ``out[M, N]``.
 
     S is a power of two. ``out`` may be ``partials[0]``.
@@ -105,7 +105,7 @@ def tree_later(out: Tensor, partials: Tensor) -> Step:
     return partial(_tree, out, partials, None)
 
 
-def rounded_later(out: Tensor, chain: Tensor) -> Step:
+def rounded_later(out: Tensor, chain: Tensor) -> Later:
     """Write the rounded results of chains in ``chain[M, N]``, whose NaN are canonical, into ``out``."""
     return partial(_run, Operands(out[:, :0], out[:0], out, start=chain), FMA.key)  # adds no term
 

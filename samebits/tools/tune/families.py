@@ -83,9 +83,9 @@ def _product(shape: ProductShape, device: int) -> Contest:
 
     p = product(shape, device)
     first = matmul.fastest(p)
-    rivals = matmul.rivals(p)
-    choice, *others = [(first, first.choose(p)), *((k, k.choose(p)) for k in rivals if k is not first)]
-    ways = [choice, *others, *((kernel, s) for kernel in rivals for s in kernel.candidates(p))]
+    kernels = matmul.kernels_for(p)
+    choice, *others = [(first, first.choose(p)), *((k, k.choose(p)) for k in kernels if k is not first)]
+    ways = [choice, *others, *((kernel, s) for kernel in kernels for s in kernel.candidates(p))]
     found = few(choice, {(kernel, s): kernel.cost(p, s) for kernel, s in ways}, others)
     varied = [(kernel, x) for kernel, s in found if (x := kernel.variations(p, s)[:_VARIATIONS])]
     found += [(kernel, s) for kernel, some in varied[:_VARIED] for s in some]

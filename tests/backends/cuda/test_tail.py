@@ -89,9 +89,9 @@ def test_two_launches_must_be_cheaper(launches: list[Launch]) -> None:
         kernel = matmul.fastest(p)
         assert (kernel is TAIL_SM90) == (p in paying)
         if not TAIL_SM90.divides(p):
-            assert matmul.rivals(p) == [TENSOR_CORE_SM90]
+            assert matmul.kernels_for(p) == [TENSOR_CORE_SM90]
             continue
-        assert matmul.rivals(p) == [TAIL_SM90, TENSOR_CORE_SM90]
+        assert matmul.kernels_for(p) == [TAIL_SM90, TENSOR_CORE_SM90]
         one = estimate(choose(g, 132), g, 132)
         least = min(TAIL_SM90.cost(p, s) for s in TAIL_SM90.candidates(p))
         assert (least < 0.99 * one) == (p in paying)

@@ -5,21 +5,6 @@
 
 namespace contract {
 
-constexpr float HALF_ROOT = 0x1.6a09e6p-1f;  // of 1 / 2
-constexpr float TANH_SCALE = 0x1.988454p-1f;
-constexpr float TANH_CUBE = 0x1.6e4e26p-5f;
-constexpr float TANH_SLOPE = 0x1.12ba9cp-3f;  // 3 * TANH_CUBE
-constexpr float DENSITY = 0x1.988454p-2f;     // 1 / sqrt(2 * pi)
-constexpr float G1 = -0x1.20dd78p+0f;
-constexpr float G2 = -0x1.45f28cp-1f;
-constexpr float G3 = -0x1.a510c8p-4f;
-constexpr float G4 = 0x1.3ada8ap-6f;
-constexpr float G5 = 0x1.ed1856p-15f;
-constexpr float G6 = -0x1.9d5694p-10f;
-constexpr float G7 = 0x1.344168p-11f;
-constexpr float G8 = -0x1.bcb54p-14f;
-constexpr float G9 = 0x1.0de7eap-17f;
-
 __device__ __forceinline__ float sigmoid(float a) { return __fdiv_rn(1.0f, one_and_exp_minus(a)); }
 
 // 1 - e^q for the magnitude, where q is the logarithm of erfc.

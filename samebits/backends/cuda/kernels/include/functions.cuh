@@ -1,38 +1,11 @@
 // exp, log and sums by halves, bit for bit as docs/contract.md ("Log-probabilities") has them.
 #pragma once
 
+#include "constants.cuh"
+
 #define INF __int_as_float(0x7F800000)
 
 namespace contract {
-
-constexpr int VOCAB_BLOCK = 128;  // entries of the vocabulary that are summed by halves
-constexpr int CHAINS = 32;        // that the blocks of a row are dealt to in turn
-
-constexpr float LOG2E = 0x1.715476p+0f;
-constexpr float LN2 = 0x1.62e43p-1f;
-constexpr float LN2_LOW = -0x1.05c61p-29f;
-constexpr float E0 = 0x1p+0f;
-constexpr float E1 = 0x1p+0f;
-constexpr float E2 = 0x1.fffffap-2f;
-constexpr float E3 = 0x1.55549p-3f;
-constexpr float E4 = 0x1.555a6ap-5f;
-constexpr float E5 = 0x1.123b28p-7f;
-constexpr float E6 = 0x1.693ea6p-10f;
-constexpr float P1 = 0x1.62e43p-1f;
-constexpr float P2 = 0x1.ebfbep-3f;
-constexpr float P3 = 0x1.c6af6cp-5f;
-constexpr float P4 = 0x1.3b2a1cp-7f;
-constexpr float P5 = 0x1.5f0896p-10f;
-constexpr float P6 = 0x1.444004p-13f;
-constexpr float L1 = -0x1p-1f;
-constexpr float L2 = 0x1.555554p-2f;
-constexpr float L3 = -0x1.000226p-2f;
-constexpr float L4 = 0x1.99a008p-3f;
-constexpr float L5 = -0x1.547244p-3f;
-constexpr float L6 = 0x1.22da1cp-3f;
-constexpr float L7 = -0x1.0d8542p-3f;
-constexpr float L8 = 0x1.055b72p-3f;
-constexpr float L9 = -0x1.38b59p-4f;
 
 // The larger and the smaller of two; NaN if one is.
 __device__ __forceinline__ float maximum(float a, float b) {
