@@ -12,6 +12,7 @@ from samebits.backends.modes import CONTEXT, include, includes, untraced, with_c
 from samebits.contexts import Context
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost, state
 from samebits.mode.fp8_layers import cover
+from samebits.mode.inductor import compile_exactly, cover_inductor
 from samebits.mode.kernels import register_context
 from samebits.mode.patches import AUTOGRAD_CACHE, asks
 from samebits.mode.recorded import keep
@@ -78,6 +79,7 @@ def _within(on_uncovered: OnUncovered, before: OnUncovered | None) -> AbstractCo
         )
     if torch.compiler.is_compiling():  # the key is included already, or the mode is on
         show_all_functions()
+        compile_exactly()
         return nullcontext() if before is not None else Traced(on_uncovered)
     return _included(on_uncovered)
 
@@ -88,6 +90,7 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
     """Include the key in this thread."""
     register_context()
     cover(_is_on)
+    cover_inductor()
     outermost.context = on_uncovered
     before, first = includes(CONTEXT), torch._C._autograd._get_sequence_nr()
     AUTOGRAD_CACHE.hold()

@@ -44,6 +44,7 @@ __all__ = [
     "ask_about",
     "asks",
     "called_by_engine",
+    "changed",
     "install",
     "place",
     "run_eagerly",
@@ -471,7 +472,7 @@ def run_eagerly() -> Any:
         before = torch.compiler.set_stance("force_eager")
         _expect(stance() == "force_eager", "torch.compiler.set_stance")
     except (AttributeError, ChangedError) as error:
-        raise _changed("torch.compiler.set_stance", error) from error
+        raise changed("torch.compiler.set_stance", error) from error
     return before
 
 
@@ -602,10 +603,10 @@ def _alone(of: str, function: Callable[[], object]) -> None:
     try:
         _in_a_thread(function)
     except Exception as error:
-        raise _changed(of, error) from error
+        raise changed(of, error) from error
 
 
-def _changed(of: str, error: Exception) -> ChangedError:
+def changed(of: str, error: Exception) -> ChangedError:
     return ChangedError(
         f"samebits: PyTorch {torch.__version__} differs from the versions that samebits was"
         f" tested with ({TESTED}) in what the mode relies on, {of}: {type(error).__name__}: {error}. Use"

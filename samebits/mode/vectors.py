@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -17,7 +18,7 @@ from samebits.mode.arguments import records, tensors_of
 from samebits.ops._operator import as_no_view, library, plainly, refuse_second_derivatives
 from samebits.ops.expand import expand
 
-__all__ = ["in_whole_vectors"]
+__all__ = ["as_operator", "in_whole_vectors"]
 
 _SHARE = 1 << 14  # so few elements PyTorch's CPU loops do not divide among threads
 
@@ -118,6 +119,28 @@ def _known(function: Callable[..., Any]) -> str:
     return name
 
 
+def as_operator(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """A call of an elementwise operator as one that runs PyTorch's kernel. None: it cannot be one."""
+    call = _described(args, kwargs)
+    found: Tensor | None = None if call is None else torch.ops.samebits.elementwise(_known(op), *call)
+    return found
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """The function that has this name. Graphs from a cache name operators that nobody asked for yet."""
+    if name not in _functions:
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        _known(getattr(getattr(torch.ops.aten, base), overload or "default"))
+    return _functions[name]
+
+
+@functools.cache
+def _computing(name: str) -> Callable[..., Any]:
+    """The function that has this name, as the mode computes it."""
+    function = _function(name)
+    return function if name.startswith("aten::glu") else in_whole_vectors(function)  # glu halves its operand
+
+
 def _is_static(count: float) -> bool:
     if torch.compiler.is_dynamo_compiling():
         from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -164,12 +187,12 @@ def _called(function: Callable[..., Any], call: str, tensors: Sequence[Tensor]) 
 
 
 def _forward(function: str, call: str, tensors: Sequence[Tensor]) -> Tensor:
-    return as_no_view(plainly(_called)(in_whole_vectors(_functions[function]), call, tensors))  # type: ignore[no-any-return]
+    return as_no_view(plainly(_called)(_computing(function), call, tensors))  # type: ignore[no-any-return]
 
 
 def _fake(function: str, call: str, tensors: Sequence[Tensor]) -> Tensor:
     with torch._C.DisableTorchFunction():
-        return plainly(_called)(_functions[function], call, tensors)  # type: ignore[no-any-return]
+        return plainly(_called)(_function(function), call, tensors)  # type: ignore[no-any-return]
 
 
 def _gradients(grad: Tensor, function: str, call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -177,7 +200,7 @@ def _gradients(grad: Tensor, function: str, call: str, tensors: Sequence[Tensor]
     leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
     wanted = [t for t in leaves if t.requires_grad]
     with torch.enable_grad():
-        out = plainly(_called)(in_whole_vectors(_functions[function]), call, leaves)
+        out = plainly(_called)(_computing(function), call, leaves)
         found = torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
     return [as_no_view(g) for g in found]
 
@@ -197,6 +220,7 @@ for _schema, _cpu, _meta in (
     library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     _name = _schema.partition("(")[0]
     library.impl(_name, _cpu, "CPU")
+    library.impl(_name, _cpu, "CUDA")
     torch.library.register_fake(f"samebits::{_name}", _meta, lib=library)
 
 
