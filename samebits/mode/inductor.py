@@ -98,7 +98,7 @@ def _watch() -> None:
             _here.inside = False
 
     _try_out(own)
-    sys.modules[_MODULE].compile_fx = compile_fx
+    setattr(sys.modules[_MODULE], own.__name__, compile_fx)
 
 
 def _try_out(compile_fx: Callable[..., Any]) -> None:
@@ -183,20 +183,22 @@ def _is_exact(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return integers and name in _OF_INTEGERS and not any(isinstance(x, float) for x in args)
 
 
-def _rounding(before: Callable[[Graph], None] | None) -> Any:
-    """A pass over a graph, after `before`: each operator rounds to 16 bits what is of 16 bits."""
+def _rounding(before: Any) -> Any:
+    """A pass over a graph, after the user's: each operator rounds to 16 bits what is of 16 bits."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    passes = (before,) if callable(before) else tuple(before or ())
 
     class Rounding(CustomGraphPass):
         def __call__(self, graph: Graph) -> None:
-            if before is not None:
-                before(graph)
+            for own in passes:
+                own(graph)
             for node in graph.nodes:
                 values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
                 if any(isinstance(t, Tensor) and t.dtype.itemsize == 2 for t in values):
                     node.meta["low_precision_pointwise_barrier"] = True
 
         def uuid(self) -> Any:
-            return "samebits", before.uuid() if isinstance(before, CustomGraphPass) else None
+            return "samebits", *(own.uuid() for own in passes if isinstance(own, CustomGraphPass))
 
     return Rounding()
