@@ -1,6 +1,6 @@
 """Whole steps of models in PyTorch and samebits: eager, compiled, fused, and with Liger's kernels.
 
-python -m benchmarks steps [--only KIND ...] [--commit COMMIT] [--out FILE]
+python -m benchmarks steps [--only KIND ...] [--forms FORM ...] [--steps PART] [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backward) of a Llama, of a Qwen3
 with activation checkpointing and of a model of experts, decoding with a static cache of 1,024 keys (as a CUDA
@@ -16,6 +16,7 @@ turns at every step, as :mod:`benchmarks.turns` says. A turn runs the step twice
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import statistics
 import time
@@ -383,13 +384,13 @@ def absent() -> dict[str, str]:
     return {} if find_spec("liger_kernel") else {"liger": "liger_kernel is not installed"}
 
 
-def measure(console: Console, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Every step in each form."""
+def measure(console: Console, kinds: Sequence[str], some: Sequence[str], part: str) -> list[dict[str, Any]]:
+    """The steps of these kinds with `part` in their names, in some forms."""
     cases: list[dict[str, Any]] = []
-    skipped = absent()
+    skipped = {form: why for form, why in absent().items() if form in some}
     for form, why in skipped.items():
         console.print(f"{form}: skipped, {why}")
-    with processes(serve, [form for form in FORMS if form not in skipped]) as forms:
+    with processes(serve, [form for form in some if form not in skipped]) as forms:
 
         def send(form: str, work: str) -> None:
             forms[form].send(work)
@@ -419,7 +420,7 @@ def measure(console: Console, kinds: Sequence[str]) -> list[dict[str, Any]]:
         for kind in kinds:
             taking = [form for form in KINDS[kind].forms if form in forms]
             works = all_of(taking, kind, taking)
-            for work in dict.fromkeys(work for of in works.values() for work in of):
+            for work in dict.fromkeys(work for of in works.values() for work in of if part in work):
                 able = [form for form, of in works.items() if work in of]
                 first = all_of(able, f"first: {work}", [form for form in able if form in COMPILED])
                 said = ", ".join(f"{form} {first[form]:.0f} s" for form in first if form in COMPILED)
@@ -438,32 +439,34 @@ OURS = ("context", "process", "compiled", "fused", "fused, compiled")
 
 def best(case: dict[str, Any]) -> dict[str, float]:
     """What samebits takes in its fastest form."""
-    return min((case[form] for form in OURS if form in case), key=lambda of: of["ms"])
+    return min((case[form] for form in OURS if form in case), key=operator.itemgetter("ms"), default={})
 
 
 def show(data: dict[str, Any]) -> Table:
     table = Table("step", *(f"{form}, ms" for form in FORMS), "least / torch, compiled", "memory")
     for case in data["cases"]:
         times = (f"{case[form]['ms']:.2f}" if form in case else "" for form in FORMS)
-        ours, theirs = best(case), case.get("torch, compiled", case["torch"])
-        memory = f"{ours['mib'] / theirs['mib']:.3f}" if theirs["mib"] else ""  # none in a graph's replay
-        table.add_row(case["work"], *times, f"{ours['ms'] / theirs['ms']:.3f}", memory)
+        ours, theirs = best(case), case.get("torch, compiled") or case.get("torch") or {}
+        ratios = {of: f"{ours[of] / theirs[of]:.3f}" for of in ours.keys() & theirs.keys() if theirs[of]}
+        table.add_row(case["work"], *times, ratios.get("ms", ""), ratios.get("mib", ""))
     return table
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, metavar="FORM", help=f"of {', '.join(FORMS)}")
+    parser.add_argument("--steps", default="", metavar="PART", help="those that have this in their names")
     options = parser.parse_args()
-    if options.only and options.out is None:
-        parser.error("--only: expected --out with it, since results have all kinds")
+    if (options.only or options.forms or options.steps) and options.out is None:
+        parser.error("expected --out with --only, --forms or --steps, since results have all of them")
     console, record = Console(width=160), environment(options.commit)
     data = {
         "environment": record,
         "model": BILLION,
         "checkpointed": CHECKPOINTED,
         "experts": EXPERTS,
-        "cases": measure(console, options.only or list(KINDS)),
+        "cases": measure(console, options.only or list(KINDS), options.forms or list(FORMS), options.steps),
     }
     console.print(show(data))
     save(options.out, "steps.json", data)
