@@ -30,6 +30,7 @@ measure peers 200 peers
 measure models 170 models
 measure steps 200 steps
 measure rows 90 rows
+measure fused 180 fused
 measure grouped 240 grouped
 measure host 90 host
 measure native 200 native
