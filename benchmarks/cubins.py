@@ -246,10 +246,10 @@ def fp8(h: Any) -> Iterator[Kernel]:
             p = h.scaled_sm90.Scaled(
                 0, rows, 4096, 7168, a, b, 7168, 7168, (56, 1), (56, 1), b_rows, out, 4096, 0, bias
             )
-            if s in h.scaled_sm90.schedules(p):
+            if s in h.scaled_sm90.SCALED_SM90.all(p):
                 yield h.scaled_sm90.spec(p, s), HOPPER
             of_groups = h.scaled_grouped_sm90.ScaledGrouped(p, 32, b is E5M2, 4096 * 7168, 32 * 56)
-            if s in h.scaled_grouped_sm90.schedules(of_groups):
+            if s in h.scaled_grouped_sm90.SCALED_GROUPED_SM90.all(of_groups):
                 yield h.scaled_grouped_sm90.spec(of_groups, s), HOPPER
     for x, values in itertools.product((BF16, F16, F32), (E4M3, E5M2)):
         for square, vector in FLAGS:

@@ -150,11 +150,11 @@ SMALL = Sizes((7, 16), 3, (9, 8), 5, 30, (9, 1, 20))
 def by_schedules(s: Setup, x: Operands) -> Iterator[Callable[[], Tensor]]:
     """Calls of the kernel under each of its schedules that can compute the product."""
     from samebits.backends.cuda import scaled
-    from samebits.backends.cuda.products.scaled_sm90 import Scaled, schedules
+    from samebits.backends.cuda.products.scaled_sm90 import SCALED_SM90, Scaled
 
     formats, scales = (s.a, s.b, s.k, s.k), (1, 1)
     p = Scaled(0, len(x.a), s.n, s.k, *formats, scales, scales, s.rows == 1, s.out, s.n)
-    for schedule in schedules(p):
+    for schedule in SCALED_SM90.all(p):
         yield partial(scaled.scaled_mm, *x, s.out, schedule=schedule)
 
 

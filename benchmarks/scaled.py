@@ -94,7 +94,7 @@ def measure(m: int, k: int, n: int, every: bool) -> dict[str, Any]:
     a, b, scale_a, scale_b = sets[0]
     strides = (k // 128, 1)
     p = scaled_sm90.Scaled(0, m, n, k, FP8, FP8, k, k, strides, strides, False, BF16, n)
-    for s in scaled_sm90.schedules(p) if every else ():
+    for s in scaled_sm90.SCALED_SM90.all(p) if every else ():
         if s.tile.swap and m > 512:
             continue
         assert_same_bits(scaled.scaled_mm(a, b, scale_a, scale_b, schedule=s), ours(*sets[0]))
@@ -177,7 +177,7 @@ def measure_grouped(case: Grouped, every: bool) -> dict[str, Any]:
         scaled_sm90.Scaled(0, m, n, k, FP8, FP8, k, k, strides, strides, False, BF16, n),
         *(experts, case.masked, n * k, of_weight.stride(0)),
     )
-    for s in scaled_grouped_sm90.schedules(p) if every else ():
+    for s in scaled_grouped_sm90.SCALED_GROUPED_SM90.all(p) if every else ():
         if s.tile.swap and p.share > 512:
             continue
         race.add(str(s), partial(scaled.scaled_grouped_mm, schedule=s), sets)

@@ -9,16 +9,17 @@ from samebits.backends import UnavailableError
 from samebits.backends.cuda import devices, runtime
 from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.plans import Plans
-from samebits.backends.cuda.products import scaled_grouped_sm90, scaled_sm90
-from samebits.backends.cuda.products.scaled_grouped_sm90 import ScaledGrouped
-from samebits.backends.cuda.products.scaled_sm90 import Scaled, ScaledSchedule
+from samebits.backends.cuda.products import scaled_sm90
+from samebits.backends.cuda.products.plan import CudaPlan
+from samebits.backends.cuda.products.scaled_grouped_sm90 import SCALED_GROUPED_SM90, ScaledGrouped
+from samebits.backends.cuda.products.scaled_sm90 import SCALED_SM90, Scaled, ScaledSchedule
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.remedies import see
 
 __all__ = ["scaled_grouped_mm", "scaled_mm"]
 
-_plans: Plans[scaled_sm90.Launch] = Plans(4096)
-_grouped: Plans[scaled_grouped_sm90.Launch] = Plans(4096)
+_plans: Plans[CudaPlan] = Plans(4096)
+_grouped: Plans[CudaPlan] = Plans(4096)
 
 
 def scaled_mm(
@@ -52,12 +53,12 @@ def scaled_mm(
         return out
     k, a, b = a.shape[1], _readable(a), _readable(b)
     p = _product(a, b, scale_a, scale_b, k, scale_b.shape[0] == b.shape[0], bias, out)
-    launch = _plans.get((p, schedule))
-    if launch is None:
-        launch = _plans.keep((p, schedule), scaled_sm90.plan(p, schedule))
+    plan = _plans.get((p, schedule))
+    if plan is None:
+        plan = _plans.keep((p, schedule), SCALED_SM90.plan(p, schedule))
     at_bias = address(bias)
     at = [t.data_ptr() for t in (a, b, scale_a, scale_b, out)]
-    launch(at[0], at[1], at[2], at[3], at[4], at_bias)
+    plan.launch(at[0], at[1], at[2], at[3], at[4], at_bias)
     return out
 
 
@@ -98,12 +99,12 @@ def scaled_grouped_mm(
     a, b, offs = _readable(a), _readable(b), offs.contiguous()
     rows = _product(a, b[0], scale_a, scale_b[0], k, scale_b.shape[1] == n, bias, out)
     p = ScaledGrouped(rows, groups, masked, b.stride(0), scale_b.stride(0))
-    launch = _grouped.get((p, schedule))
-    if launch is None:
-        launch = _grouped.keep((p, schedule), scaled_grouped_sm90.plan(p, schedule))
+    plan = _grouped.get((p, schedule))
+    if plan is None:
+        plan = _grouped.keep((p, schedule), SCALED_GROUPED_SM90.plan(p, schedule))
     at_bias = address(bias)
     at = [t.data_ptr() for t in (a, b, scale_a, scale_b, out, offs)]
-    launch(at[0], at[1], at[2], at[3], at[4], at_bias, at[5])
+    plan.launch(at[0], at[1], at[2], at[3], at[4], at_bias, at[5])
     return out
 
 

@@ -108,19 +108,19 @@ def scaled_cases(thorough: bool) -> list[ScaledCase]:
 def launches(case: ScaledCase, x: Operands, index: int) -> Iterator[tuple[object, Callable[[], Tensor]]]:
     """Every schedule that takes a case, and a call of the kernel."""
     from samebits.backends.cuda import scaled
-    from samebits.backends.cuda.products.scaled_sm90 import schedules
+    from samebits.backends.cuda.products.scaled_sm90 import SCALED_SM90
 
-    for s in schedules(_problem(case, index)):
+    for s in SCALED_SM90.all(_problem(case, index)):
         yield s, partial(scaled.scaled_mm, *x, case.out, schedule=s)
 
 
 def loads(cases: Sequence[ScaledCase], device: torch.device) -> Iterator[Callable[[], object]]:
     """Calls that load every kernel."""
     from samebits.backends.cuda import runtime
-    from samebits.backends.cuda.products.scaled_sm90 import schedules, spec
+    from samebits.backends.cuda.products.scaled_sm90 import SCALED_SM90, spec
     from samebits.backends.cuda.quantize import kernel_spec, silu_of
 
-    specs = {spec(p, s) for p in (_problem(case, device.index) for case in cases) for s in schedules(p)}
+    specs = {spec(p, s) for p in (_problem(case, device.index) for case in cases) for s in SCALED_SM90.all(p)}
     for x, form in itertools.product((BF16, F16, F32), FP8.input_dtypes if cases else ()):
         for square, vector in itertools.product((False, True), repeat=2):
             specs.add(kernel_spec(x, form, square=square, vector=vector))

@@ -103,9 +103,13 @@ def _problem(case: ScaledGroupedCase, index: int) -> ScaledGrouped:
 def loads(cases: Sequence[ScaledGroupedCase], device: torch.device) -> Iterator[Callable[[], object]]:
     """Calls that load every kernel."""
     from samebits.backends.cuda import runtime
-    from samebits.backends.cuda.products.scaled_grouped_sm90 import schedules, spec
+    from samebits.backends.cuda.products.scaled_grouped_sm90 import SCALED_GROUPED_SM90, spec
 
-    specs = {spec(p, s) for p in (_problem(case, device.index) for case in cases) for s in schedules(p)}
+    specs = {
+        spec(p, s)
+        for p in (_problem(case, device.index) for case in cases)
+        for s in SCALED_GROUPED_SM90.all(p)
+    }
     for kernel in specs:
         yield partial(runtime.load, kernel, device.index)
 
@@ -115,11 +119,11 @@ def launches(
 ) -> Iterator[tuple[object, Callable[[], Tensor]]]:
     """Every schedule that takes a case, and a call of the kernel."""
     from samebits.backends.cuda import scaled
-    from samebits.backends.cuda.products.scaled_grouped_sm90 import schedules
+    from samebits.backends.cuda.products.scaled_grouped_sm90 import SCALED_GROUPED_SM90
 
     a, b, of_a, of_b, offs, *biases = x
     bias = biases[0] if biases else None
-    for s in schedules(_problem(case, index)):
+    for s in SCALED_GROUPED_SM90.all(_problem(case, index)):
         yield s, partial(scaled.scaled_grouped_mm, a, b, of_a, of_b, offs, bias, case.out, schedule=s)
 
 

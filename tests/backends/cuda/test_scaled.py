@@ -59,7 +59,7 @@ def test_schedules_compile_without_spills(s: ScaledSchedule) -> None:
     mixed = replace(PLAIN, b_dtype=E5M2, out_dtype=F16, bias_dtype=F32)
     for p in (PLAIN, replace(PLAIN, b_rows=True), replace(PLAIN, out_dtype=F32), mixed):
         p = replace(p, m=min(p.m, s.tile.block_n)) if s.parts > 1 else p
-        if s not in scaled_sm90.schedules(p):
+        if s not in scaled_sm90.SCALED_SM90.all(p):
             continue
         spec = scaled_sm90.spec(p, s)
         assert spec.smem <= SMEM
@@ -76,9 +76,9 @@ def test_few_tokens_of_any_k_have_a_schedule(rows: bool, monkeypatch: pytest.Mon
     shared = []
     for k in (16, 4080, 4096, 7168, *range(8192, 65536, 128), 1 << 20):
         p = replace(PLAIN, device=9, m=8, n=2112, k=k, a_stride=k, b_stride=k, b_rows=rows)
-        s = scaled_sm90.choose(p)
+        s = scaled_sm90.SCALED_SM90.choose(p)
         assert s in SCHEDULES
-        assert s in scaled_sm90.schedules(p)
+        assert s in scaled_sm90.SCALED_SM90.all(p)
         if s.parts > 1:
             shared.append(k)
     assert shared[0] == 4096
@@ -89,14 +89,14 @@ def test_a_schedule_that_cannot_compute_a_product_is_refused() -> None:
     (few,) = (s for s in SCHEDULES if s.parts > 1)
     for p in (replace(PLAIN, m=few.tile.block_n + 1), replace(PLAIN, m=1, k=1 << 20)):
         with pytest.raises(ValueError, match="schedule: expected"):
-            scaled_sm90.plan(p, few)
+            scaled_sm90.SCALED_SM90.plan(p, few)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [BLOCKS, ROWS, WHOLE])
 @pytest.mark.parametrize("s", SCHEDULES, ids=name)
 def test_schedules_have_the_bits_of_the_second_implementation(s: ScaledSchedule, kind: str) -> None:
-    if s not in scaled_sm90.schedules(replace(PLAIN, m=1, b_rows=kind != BLOCKS)):
+    if s not in scaled_sm90.SCALED_SM90.all(replace(PLAIN, m=1, b_rows=kind != BLOCKS)):
         pytest.skip("not for these scales: too few registers")
     torch.manual_seed(0)
     formats = itertools.cycle(itertools.product((E4M3, E5M2), repeat=2))
@@ -127,7 +127,7 @@ def test_few_tokens_of_long_rows(k: int, kind: str) -> None:
         scale_b = scales(kind, n, k, of_b=True, device="cuda")
         want = naive.scaled(a, b, spread(scale_a, m, k), spread(scale_b, n, k)).to(BF16)
         p = replace(PLAIN, m=m, n=n, k=k, a_stride=k, b_stride=k, b_rows=kind == ROWS)
-        for s in (None, *(s for s in scaled_sm90.schedules(p) if s.tile.swap)):
+        for s in (None, *(s for s in scaled_sm90.SCALED_SM90.all(p) if s.tile.swap)):
             assert_same_bits(scaled.scaled_mm(a, b, scale_a, scale_b, schedule=s), want)
 
 

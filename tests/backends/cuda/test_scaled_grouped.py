@@ -33,7 +33,7 @@ def test_schedules_compile_without_spills(s: ScaledSchedule) -> None:
     rows = (PLAIN, replace(PLAIN, b_rows=True), replace(PLAIN, out_dtype=F32), mixed)
     for i, of in enumerate(rows):
         p = replace(EXPERTS, rows=of, masked=bool(i % 2), groups=(128, 1024)[i % 2])
-        if s not in scaled_grouped_sm90.schedules(p):
+        if s not in scaled_grouped_sm90.SCALED_GROUPED_SM90.all(p):
             continue
         spec = scaled_grouped_sm90.spec(p, s)
         assert spec.smem <= SMEM
@@ -48,7 +48,9 @@ def test_choices_are_in_the_catalogue() -> None:
         (1, 8, 100, 2000, 30000), (1, 8, 256), (False, True), (False, True)
     ):
         p = ScaledGrouped(replace(PLAIN, m=m, b_rows=b_rows), groups, masked, 4096 * 7168, 0)
-        assert scaled_grouped_sm90.choose(p) in scaled_grouped_sm90.schedules(p)
+        assert scaled_grouped_sm90.SCALED_GROUPED_SM90.choose(
+            p
+        ) in scaled_grouped_sm90.SCALED_GROUPED_SM90.all(p)
 
 
 @pytest.mark.gpu

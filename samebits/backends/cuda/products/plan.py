@@ -30,8 +30,8 @@ __all__ = [
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The numbers of dtypes in the kernels."""
 
-Launch = Callable[[int, int, int, int, int, int], None]
-"""Launch on the addresses of a call: of :meth:`Operands.addresses`, or of those of groups."""
+Launch = Callable[..., None]
+"""Launch on the addresses of a call: of :meth:`Operands.addresses`, of those of groups, or with scales."""
 
 
 class CudaPlan:

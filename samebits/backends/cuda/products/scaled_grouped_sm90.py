@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products import choice_sm90, scaled_sm90
 from samebits.backends.cuda.products.grouped_sm90 import MOST_GROUPS
+from samebits.backends.cuda.products.plan import CudaPlan
 from samebits.backends.cuda.products.scaled_sm90 import Scaled, ScaledSchedule, output_maps, schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import NO_MAP
 from samebits.backends.cuda.tensor_maps import Side, operand_maps
+from samebits.backends.kernel import Kernel
 
-__all__ = ["SCHEDULES", "ScaledGrouped", "choose", "plan", "schedules", "spec"]
+__all__ = ["SCALED_GROUPED_SM90", "SCHEDULES", "ScaledGrouped", "spec"]
 
 _PARAMS = "128s128s128sPPPqq8iPP2iqPPqqqqq"
 
@@ -76,14 +78,8 @@ def spec(p: ScaledGrouped, s: ScaledSchedule) -> compiler.KernelSpec:
     )
 
 
-def schedules(p: ScaledGrouped) -> Sequence[ScaledSchedule]:
-    """The schedules that can compute `p`. Scales of columns take registers, and so do groups."""
-    found = [s for s in SCHEDULES if scaled_sm90.fits(p.rows, s)]
-    return [s for s in found if not (p.rows.b_rows and s.chains == 2 and s.tile.block_m == 128)]
-
-
 @functools.lru_cache(maxsize=4096)
-def choose(p: ScaledGrouped) -> ScaledSchedule:
+def _choose(p: ScaledGrouped) -> ScaledSchedule:
     """The schedule for `p`, whatever the offsets are. Groups differ: room for twice their share."""
     for s in _FEW[:2]:
         if 2 * p.share <= s.tile.block_n:
@@ -93,17 +89,38 @@ def choose(p: ScaledGrouped) -> ScaledSchedule:
     return _MANY[not p.rows.b_rows]
 
 
-Launch = Callable[[int, int, int, int, int, int, int], None]
-"""Launch on the addresses of a, b, the scales of a and of b, out, bias and offsets. A missing one is 0."""
+class ScaledGroupedSm90Kernel(Kernel[ScaledGrouped, ScaledSchedule]):
+    """Its plans launch on the addresses of a plain one's, and of offsets."""
+
+    name, step = "scaled_grouped_sm90", "scaled"
+
+    @property
+    def catalogue(self) -> Sequence[ScaledSchedule]:
+        return SCHEDULES
+
+    def supports(self, p: ScaledGrouped) -> bool:
+        return devices.device_info(p.rows.device).arch.runs(self.name) and p.groups <= MOST_GROUPS
+
+    def all(self, p: ScaledGrouped) -> Sequence[ScaledSchedule]:
+        """Scales of columns take registers, and so do groups."""
+        found = [s for s in SCHEDULES if scaled_sm90.fits(p.rows, s)]
+        return [s for s in found if not (p.rows.b_rows and s.chains == 2 and s.tile.block_m == 128)]
+
+    def choose(self, p: ScaledGrouped) -> ScaledSchedule:
+        return _choose(p)
+
+    def plan(self, p: ScaledGrouped, s: ScaledSchedule | None = None) -> CudaPlan:
+        return _plan(p, s or _choose(p))
 
 
-def plan(p: ScaledGrouped, s: ScaledSchedule | None = None) -> Launch:
-    """The compiled and loaded kernel for `p`, with all that a launch needs except addresses."""
+SCALED_GROUPED_SM90 = ScaledGroupedSm90Kernel()
+
+
+def _plan(p: ScaledGrouped, s: ScaledSchedule) -> CudaPlan:
     if p.groups > MOST_GROUPS:
         raise UnavailableError(
             f"samebits.scaled_grouped_mm: expected at most {MOST_GROUPS} matrices on a GPU, got {p.groups}"
         )
-    s = s or choose(p)
     r, tile, swap = p.rows, s.tile, s.tile.swap
     kernel = runtime.load(spec(p, s), r.device)
     a_block, b_block = (tile.block_n, tile.block_m) if swap else (tile.block_m, tile.block_n)
@@ -129,4 +146,4 @@ def plan(p: ScaledGrouped, s: ScaledSchedule | None = None) -> Launch:
             grid, *maps, out_map, out, bias, 0, *sizes, offs, 0, *of_groups, *scales, *strides, p.scale_stride
         )
 
-    return launch
+    return CudaPlan(launch)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from samebits.backends.arch import SM_90
 from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda.products.plan import CudaPlan
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES, NO_MAP, in_units
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
+from samebits.backends.kernel import Kernel
 
 __all__ = [
     "PAIR",
+    "SCALED_SM90",
     "SCHEDULES",
     "Scaled",
     "ScaledSchedule",
-    "choose",
     "fits",
     "output_maps",
-    "plan",
     "schedule",
-    "schedules",
     "spec",
 ]
 
@@ -168,13 +168,8 @@ def fits(p: Scaled, s: ScaledSchedule) -> bool:
     return not (p.b_rows and s.chains * s.tile.block_n > 128 and not s.tile.swap)
 
 
-def schedules(p: Scaled) -> Sequence[ScaledSchedule]:
-    """The schedules that can compute `p`."""
-    return [s for s in SCHEDULES if fits(p, s)]
-
-
 @functools.lru_cache(maxsize=4096)
-def choose(p: Scaled) -> ScaledSchedule:
+def _choose(p: Scaled) -> ScaledSchedule:
     """The schedule for `p`."""
     sms = devices.device_info(p.device).sm_count
     # Other blocks can start beside those that are ending only on multiprocessors that have none.
@@ -203,16 +198,36 @@ def output_maps(p: Scaled, s: ScaledSchedule) -> Maps | None:
     return Maps(p.out_dtype, (p.n, p.m, 1), strides, (panel, 64, 1), panel * 2)
 
 
-Launch = Callable[[int, int, int, int, int, int], None]
-"""Launch on the addresses of a, b, the scales of a and of b, out and bias. A missing one is 0."""
+class ScaledSm90Kernel(Kernel[Scaled, ScaledSchedule]):
+    """Its plans launch on the addresses of a, b, both scales, out and bias. A missing one is 0."""
+
+    name, step = "scaled_sm90", "scaled"
+    sources = "scaled_sm90.cu", "scaled_few_sm90.cu"
+
+    @property
+    def catalogue(self) -> Sequence[ScaledSchedule]:
+        return SCHEDULES
+
+    def supports(self, p: Scaled) -> bool:
+        return devices.device_info(p.device).arch.runs(self.name)
+
+    def all(self, p: Scaled) -> Sequence[ScaledSchedule]:
+        return [s for s in SCHEDULES if fits(p, s)]
+
+    def choose(self, p: Scaled) -> ScaledSchedule:
+        return _choose(p)
+
+    def plan(self, p: Scaled, s: ScaledSchedule | None = None) -> CudaPlan:
+        return _plan(p, s or _choose(p))
 
 
-def plan(p: Scaled, s: ScaledSchedule | None = None) -> Launch:
-    """The compiled and loaded kernel for `p`, with all that a launch needs except addresses."""
-    s = s or choose(p)
+SCALED_SM90 = ScaledSm90Kernel()
+
+
+def _plan(p: Scaled, s: ScaledSchedule) -> CudaPlan:
     if not fits(p, s):
         raise ValueError(
-            f"schedule: expected one of schedules(p), which can compute {p.m} x {p.n} x {p.k}; got {s}"
+            f"schedule: expected one of all(p), which can compute {p.m} x {p.n} x {p.k}; got {s}"
         )
     tile, swap = s.tile, s.tile.swap
     kernel = runtime.load(spec(p, s), p.device)
@@ -236,4 +251,4 @@ def plan(p: Scaled, s: ScaledSchedule | None = None) -> Launch:
         out_map = NO_MAP if out_maps is None else out_maps[out]
         kernel.launch(grid, *maps, out_map, out, bias, 0, *sizes, *scales, *strides_of_scales)
 
-    return launch
+    return CudaPlan(launch)
