@@ -128,7 +128,7 @@ LAYERS = {
     "norm_rotary": Layer(
         operands=_heads,
         leaves=4,
-        ours=lambda *of: samebits.norm_rotary(*of, EPS),
+        ours=lambda q, k, w, v, cos, sin: samebits.norm_rotary(q, k, w, v, cos, sin, EPS),
         theirs=_apart,
         forward=2,
         backward=3,

@@ -18,10 +18,19 @@ _PARAMS = {"gated": "PPPqqqqiff", "gated_backward": "PPPPPqqqqqqiff"}
 
 
 def kernel_spec(
-    entry: str, dtype: torch.dtype, activation: str, form: str, vector: int, *, programmatic: bool = False
+    entry: str,
+    dtype: torch.dtype,
+    activation: str,
+    form: str,
+    vector: int,
+    *,
+    fast_silu: bool = False,
+    programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``gated.cu`` or ``gated_backward.cu``."""
-    constants = (("IN", TYPES[dtype]), ("ACTIVATION", activation.upper()), ("FORM", form), ("VECTOR", vector))
+    fast = fast_silu and dtype == torch.bfloat16 and activation == "silu"
+    of = ("IN", TYPES[dtype]), ("ACTIVATION", activation.upper()), ("FAST_SILU", int(fast))
+    constants = *of, ("FORM", form), ("VECTOR", vector)
     return compiler.KernelSpec(
         f"{entry}.cu", entry, _PARAMS[entry], constants, block=_THREADS, programmatic=programmatic
     )

@@ -16,8 +16,8 @@
 #define EXACT 1
 #define FAST 2
 
+#include "activations.cuh"
 #include "convert.cuh"
-#include "functions.cuh"
 
 #if SILU == FAST && IN != BF16
 #error "the errors of FAST are small beside a rounding to bf16 alone"
@@ -89,16 +89,9 @@ struct Eight {
     __device__ __forceinline__ void activate(const Eight& up);
 };
 
-// For all 65,536 values of bf16 it gives the bf16 of contract::silu. The sum is that of 1 and e^-a, divided by 4
-// so that its reciprocal is a normal number.
-__device__ __forceinline__ float fast_silu(float a) {
-    float e, reciprocal;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(a, -contract::LOG2E)));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(__fmaf_rn(e, 0.25f, 0.25f)));
-    return __fmul_rn(__fmul_rn(a, 0.25f), reciprocal);
+__device__ __forceinline__ float silu(float a) {
+    return SILU == FAST ? contract::fast_silu(a) : contract::silu(a);
 }
-
-__device__ __forceinline__ float silu(float a) { return SILU == FAST ? fast_silu(a) : contract::silu(a); }
 
 __device__ __forceinline__ void Eight::activate(const Eight& up) {
 #pragma unroll

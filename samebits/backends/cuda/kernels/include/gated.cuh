@@ -1,4 +1,7 @@
-// What gated activations and their gradients share. Macros: those of gated.cu.
+// What gated activations and their gradients share.
+//
+// Macros, beside those of gated.cu
+//   FAST_SILU   1: silu of bf16 is computed by functions of the GPU
 #pragma once
 
 #define SILU 0
@@ -23,7 +26,7 @@ constexpr int THREADS = 256;
 // The activation of a gate, before it is rounded.
 __device__ __forceinline__ float activated(float gate, float alpha) {
     if constexpr (ACTIVATION == SILU)
-        return contract::silu(gate);
+        return FAST_SILU ? contract::fast_silu(gate) : contract::silu(gate);
     else if constexpr (ACTIVATION == GELU)
         return contract::gelu(gate);
     else if constexpr (ACTIVATION == GELU_TANH)
