@@ -49,7 +49,7 @@ class Operator:
             autograd: where the schema has such tensors, the caller must. None: where it has none.
     """
 
-    __slots__ = ("_call", "_cpu", "_cuda", "_gradients", "_recorded", "_registered")
+    __slots__ = ("_call", "_cpu", "_cuda", "_gradients", "_quick", "_recorded", "_registered")
 
     def __init__(
         self,
@@ -74,6 +74,8 @@ class Operator:
         self._cpu, self._recorded = cpu, self._registered
         self._gradients: tuple[Callable[..., None], Callable[..., Any]] | None = None
         self._call = replayed(self._dispatched, *EXTRAORDINARY) if replays else self._dispatched
+        self._quick: torch.library.Library | None = None
+        self._shorten_dispatch()
 
     def register_autograd(self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them."""
@@ -81,6 +83,36 @@ class Operator:
         torch.library.register_autograd(self._registered, backward, setup_context=setup_context, lib=library)
         self._gradients = setup_context, backward
         self._recorded = _recorded(self._run, *self._gradients)
+        self._shorten_dispatch()
+
+    def _shorten_dispatch(self) -> None:
+        """Calls without gradients end at autograd's key, where nothing but the kernel would follow.
+
+        Compiled code makes such calls. Its way through autograd would take longer than many kernels, and the
+        kernel is not replayed behind it.
+        """
+        if self._registered._schema.is_mutable:  # autograd is told what changes
+            return
+        if self._quick is not None:
+            self._quick._destroy()
+        self._quick = torch.library.Library("samebits", "IMPL")
+        for backend in (DispatchKey.CPU, DispatchKey.CUDA):
+            autograd = f"Autograd{backend.name}"
+            own = torch.library.get_kernel(self._registered, autograd).call_boxed
+            kernel = functools.partial(self._shortened, own, backend)
+            self._quick.impl(self._registered, kernel, autograd, with_keyset=True)
+
+    def _shortened(
+        self, own: Callable[..., Any], backend: DispatchKey, keys: DispatchKeySet, *args: Any
+    ) -> Any:
+        if (
+            torch.is_grad_enabled()
+            or (keys & _BELOW_AUTOGRAD).highestPriorityTypeId() != backend
+            or forward_ad._current_level >= 0
+            or here.trace is not None
+        ):
+            return own(keys, *args)
+        return self._run(*args)
 
     def __call__(self, *args: Any, bypass: bool = False) -> Any:
         """Run on the schema's arguments. ``bypass``: :func:`bypasses_dispatcher` is known to hold."""
@@ -134,6 +166,7 @@ class Operator:
         return (self._cuda if lead.is_cuda else self._cpu)(*args)
 
 
+_BELOW_AUTOGRAD: DispatchKeySet = torch._C._after_autograd_keyset
 _AUTOGRAD = DispatchKey.__members__["AutogradFunctionality"]
 
 

@@ -209,6 +209,27 @@ def test_compile(name: str, backend: str) -> None:
     assert_compiles(*public(name), backend)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_code_runs_what_a_direct_call_runs(grad: bool) -> None:
+    torch._dynamo.reset()
+    op, leaves = public("linear")
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    own, ran = _operator.Operator._run, []
+
+    def run(self: Any, *args: Any) -> Any:
+        ran.append(self._registered._schema.name)
+        return own(self, *args)
+
+    with torch.set_grad_enabled(grad):
+        compiled(*leaves)
+    with torch.set_grad_enabled(grad), mock.patch.object(_operator.Operator, "_run", run):
+        out = compiled(*leaves)
+        if grad:
+            out.sum().backward()
+    assert ran[0] == "samebits::linear"
+    assert {*ran[1:]} == ({"samebits::matmul", "samebits::addbmm"} if grad else set())
+
+
 @contextmanager
 def registered() -> Iterator[None]:
     """All calls go through PyTorch's dispatcher."""
