@@ -68,10 +68,10 @@ def add_rms_norm_into(
         n,
         x.get_device(),
         types,
+        sharing,
         low,
         *operands,
         *(*itertools.chain(*steps), rows_in_all, inner, n, eps, offset, int(once)),
-        sharing=sharing,
     )
     for written, into in zip(given[2:], (out, total), strict=True):
         if into is not None and written is not None and written.data_ptr() != into.data_ptr():
@@ -112,10 +112,10 @@ def add_rms_norm_backward(
         n,
         device,
         types,
+        sharing,
         low,
         *(address(x), address(g), address(more), address(weight), out.data_ptr()),
         *(terms.data_ptr() if weighted else 0, *steps, count, n, eps, offset, 1 / n, int(once)),
-        sharing=sharing,
     )
     return out, terms
 

@@ -205,13 +205,13 @@ def _launch(
     entry: str,
     like: Tensor,
     out: torch.dtype,
+    param: torch.dtype,
+    sharing: Sharing | None,
     low: int,
     *values: Any,
-    param: torch.dtype = torch.float32,
-    sharing: Sharing | None = None,
 ) -> None:
     """:func:`launch` on the rows of the matrix `like`."""
-    launch(entry, *like.shape, like.get_device(), (like.dtype, out, param), low, *values, sharing=sharing)
+    launch(entry, *like.shape, like.get_device(), (like.dtype, out, param), sharing, low, *values)
 
 
 def launch(
@@ -220,9 +220,9 @@ def launch(
     n: int,
     device: int,
     types: tuple[torch.dtype, torch.dtype, torch.dtype],
+    sharing: Sharing | None,
     low: int,
     *values: Any,
-    sharing: Sharing | None = None,
 ) -> None:
     """Run a kernel that shares rows.
 
@@ -231,9 +231,9 @@ def launch(
         rows, n: how many there are, and their length.
         device: index of the GPU.
         types: IN, OUT and PARAM.
+        sharing: instead of the choice, if it is one for such rows. It never changes a bit. None: the choice.
         low: addresses, and bytes from row to row, by bitwise or. All are multiples of 16 if this is.
         values: the kernel's parameters.
-        sharing: instead of the choice, if it is one for such rows. It never changes a bit.
     """
     if rows == 0:
         return
@@ -267,8 +267,7 @@ def _summed(x: Tensor, what: int, dtype: torch.dtype, sharing: Sharing | None) -
     if split:
         _sum_long(x, out, low, what)
     else:
-        values = at, out.data_ptr(), step, rows, n, what
-        _launch("row_sum", x, dtype, low, *values, param=dtype, sharing=sharing)
+        _launch("row_sum", x, dtype, dtype, sharing, low, at, out.data_ptr(), step, rows, n, what)
     return out
 
 
@@ -314,7 +313,7 @@ def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype, *, sharing: Sharing 
     at, step = x.data_ptr(), x.stride(0)
     entry = "log_softmax" if logarithm else "softmax"
     low = at | step * x.itemsize
-    _launch(entry, x, dtype, low, at, out.data_ptr(), step, *x.shape, param=dtype, sharing=sharing)
+    _launch(entry, x, dtype, dtype, sharing, low, at, out.data_ptr(), step, *x.shape)
     return out
 
 
@@ -326,8 +325,7 @@ def softmax_backward(
     dx = runtime.empty(grad.shape, dtype, grad.get_device())
     at, y_at = grad.data_ptr(), y.data_ptr()
     entry = "log_softmax_backward" if logarithm else "softmax_backward"
-    values = at, y_at, dx.data_ptr(), *grad.shape
-    _launch(entry, grad, dtype, at | y_at, *values, param=y.dtype, sharing=sharing)
+    _launch(entry, grad, dtype, y.dtype, sharing, at | y_at, at, y_at, dx.data_ptr(), *grad.shape)
     return dx
 
 
@@ -350,11 +348,10 @@ def norm(
     param = next((t.dtype for t in (weight, bias) if t is not None), torch.float32)
     at, weight_at, bias_at, step = x.data_ptr(), address(weight), address(bias), x.stride(0)
     _launch(
-        *("layer_norm" if centred else "rms_norm", x, x.dtype, at | weight_at | bias_at | step * x.itemsize),
+        *("layer_norm" if centred else "rms_norm", x, x.dtype, param, sharing),
+        at | weight_at | bias_at | step * x.itemsize,
         *(at, weight_at, bias_at, out.data_ptr(), means.data_ptr() if centred else 0, scales.data_ptr()),
         *(step, *x.shape, eps),
-        param=param,
-        sharing=sharing,
     )
     return out, means, scales
 
@@ -379,12 +376,11 @@ def norm_backward(
         (grad.stride(0), x.stride(0)),
     )
     _launch(
-        *("norm_backward", x, x.dtype, at | grad_at | weight_at | (steps[0] | steps[1]) * x.itemsize),
+        *("norm_backward", x, x.dtype, torch.float32 if weight is None else weight.dtype, sharing),
+        at | grad_at | weight_at | (steps[0] | steps[1]) * x.itemsize,
         *(grad_at, at, weight_at, means.data_ptr() if means.numel() else 0, scales.data_ptr()),
         # The last rows first: the sums over tokens, which follow, then find the first ones in the L2 cache.
         *(out.data_ptr(), *steps, *x.shape, x.shape[0] - 1, -1),
-        param=torch.float32 if weight is None else weight.dtype,
-        sharing=sharing,
     )
     return out
 
