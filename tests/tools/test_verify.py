@@ -592,7 +592,7 @@ def test_what_cannot_be_verified_is_said() -> None:
 
 
 def test_what_is_public_is_verified_by_triton_too() -> None:
-    both = list(run._public_functions(report(), HELD_TO, CPU, False, verify.BACKENDS))
+    both = list(run._public_functions(HELD_TO, CPU, False, verify.BACKENDS))
     parts = [{what for what, name, _ in both if name == backend} for backend in (None, "triton")]
     assert len(parts[1]) == 3
     assert parts[0] == parts[1] | {"attention of sequences", "experts"}
