@@ -19,6 +19,7 @@ from samebits.contract import (
     MmaModel,
     use_mma_model,
 )
+from samebits.fusion import fuse
 from samebits.mode import (
     UncoveredError,
     batch_invariant,
@@ -72,6 +73,7 @@ __all__ = [
     "disable_batch_invariant_mode",
     "distributed",
     "enable_batch_invariant_mode",
+    "fuse",
     "gated",
     "gather_logp",
     "grouped_mm",

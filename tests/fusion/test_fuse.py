@@ -1,0 +1,418 @@
+"""``samebits.fuse``: what is recognised, proven and left; what a fused model goes through."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import samebits
+from samebits.fusion import loss, proofs
+from samebits.mode import batch_invariant
+from samebits.testing import assert_same_bits
+from tests.fusion.support import assert_same, ids, llama, step
+
+forms: Any = importlib.import_module("samebits.fusion.forms")  # with what it imports
+OPERATORS = ("add_rms_norm", "rotary", "gated")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often fused operators were called."""
+    found: Counter[str] = Counter()
+
+    def count(where: Any, name: str) -> None:
+        own = getattr(where, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(where, name, counted)
+
+    for name in OPERATORS:
+        count(forms, name)
+    count(loss, "linear_logp")
+    return found
+
+
+def kinds(fusion: samebits.fusion.Fusion) -> dict[str, int]:
+    return {f.what: len(f.names) for f in fusion.fused}
+
+
+def test_a_model_keeps_its_bits_and_its_keys(calls: Counter[str]) -> None:
+    model = llama()
+    expected, keys = step(model), list(model.state_dict())
+    fusion = samebits.fuse(model)
+    assert kinds(fusion) == {
+        "RMS norm": 9,
+        "residual sum and RMS norm": 2,
+        "gated activation": 2,
+        "rotary positions": 2,
+    }
+    assert not fusion.left
+    calls.clear()
+    assert_same(step(model), expected)
+    assert calls == {"add_rms_norm": 9, "rotary": 2, "gated": 2}
+    assert list(model.state_dict()) == keys
+    with batch_invariant("ignore"), torch.no_grad():  # decoding
+        calls.clear()
+        model.generate(ids(1, 4), max_new_tokens=3, do_sample=False)
+    assert calls == {"add_rms_norm": 27, "rotary": 6, "gated": 6}
+
+
+def test_outside_of_the_mode_the_own_code_runs(calls: Counter[str]) -> None:
+    model = llama()
+    expected = model(ids()).logits
+    samebits.fuse(model)
+    calls.clear()
+    assert_same_bits(model(ids()).logits, expected)
+    assert not calls
+    samebits.enable_batch_invariant_mode("ignore")
+    try:
+        model(ids())
+    finally:
+        samebits.disable_batch_invariant_mode()
+    assert calls
+
+
+def test_undo_gives_classes_back(calls: Counter[str]) -> None:
+    model = llama()
+    classes, expected = [type(m) for m in model.modules()], step(model)
+    fusion = samebits.fuse(model)
+    assert [type(m) for m in model.modules()] != classes
+    assert not samebits.fuse(model).fused, "a fused model has nothing to fuse"
+    fusion.undo()
+    fusion.undo()
+    assert [type(m) for m in model.modules()] == classes
+    calls.clear()
+    assert_same(step(model), expected)
+    assert not calls
+
+
+def test_undo_refuses_classes_that_changed_since() -> None:
+    model = llama()
+    fusion = samebits.fuse(model)
+    layer = model.model.layers[0]
+    fused = type(layer)
+    layer.__class__ = type("Sharded", (fused,), {})
+    with pytest.raises(RuntimeError, match="got Sharded"):
+        fusion.undo()
+    layer.__class__ = fused
+    fusion.undo()
+
+
+class Norm(nn.Module):
+    """As Llama's; its mean is of n - 1 entries if it is off by one."""
+
+    def __init__(self, off: int = 0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.small, self.off = 1e-5, off
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        mean = x.pow(2).sum(-1, keepdim=True) / (x.shape[-1] - self.off)
+        return self.scale * (x * torch.rsqrt(mean + self.small)).to(dtype)
+
+
+class Layer(nn.Module):
+    """Two sums with norms, of which one follows what is not a sum of rows; and a gate."""
+
+    def __init__(self, off: int = 0, act: Any = F.silu) -> None:
+        super().__init__()
+        self.first, self.second, self.act = Norm(off), Norm(off), act
+        self.up, self.gate = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        moved = x + shift  # which is broadcast
+        y = self.first(moved)
+        x = x + self.act(self.gate(y)) * self.up(y)
+        kept = x
+        x = self.second(kept)
+        return x + kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_modules_of_ones_own(dtype: torch.dtype, calls: Counter[str]) -> None:
+    torch.manual_seed(0)
+    layer = Layer().to(dtype)
+    given = torch.randn(3, 5, 16, dtype=dtype), torch.randn(16, dtype=dtype)
+
+    def run() -> list[Tensor]:
+        layer.zero_grad()
+        x = given[0].clone().requires_grad_()
+        with batch_invariant("ignore"):
+            y = layer(x, given[1])
+            y.backward(torch.ones_like(y))
+        return [y, x.grad, *(p.grad for p in layer.parameters())]
+
+    expected = run()
+    fusion = samebits.fuse(layer, given)
+    assert kinds(fusion) == {"RMS norm": 2, "residual sum and RMS norm": 1, "gated activation": 1}
+    calls.clear()
+    for found, want in zip(run(), expected, strict=True):
+        assert_same_bits(found, want)
+    assert calls["add_rms_norm"] == (1 if dtype == torch.float32 else 2)
+
+
+def test_what_differs_is_left() -> None:
+    """A norm with another mean; an activation with other bits than its name says."""
+    layer = Layer(off=1, act=lambda x: F.silu(x) * 1.0078125).bfloat16()
+    given = torch.randn(3, 5, 16).bfloat16(), torch.randn(16).bfloat16()
+    fusion = samebits.fuse(layer, given)
+    assert not fusion.fused
+    assert {type(layer), type(layer.first)} == {Layer, Norm}
+    assert str(fusion).startswith("nothing was fused")
+
+
+class Detached(Layer):
+    """Its sum has no gradient of what is used after the norm, which no proof of a part shows."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        total = x + self.up(x)
+        y: Tensor = self.first(total)
+        total.add_(1.0)
+        out: Tensor = y + total
+        return out
+
+
+def test_a_module_whose_whole_differs_is_left() -> None:
+    """In place, what was to be kept for the backward changes: the fused form fails, or differs."""
+    layer = Detached().bfloat16()
+    given = torch.randn(3, 5, 16).bfloat16(), torch.randn(16).bfloat16()
+    fusion = samebits.fuse(layer, given)
+    assert [(u.what, u.names) for u in fusion.left] == [("residual sum and RMS norm", ("",))], fusion
+    assert type(layer) is Detached
+    assert type(layer.first) is not Norm
+
+
+def test_a_wrong_operator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator with one wrong bit, in the forward or in the backward, fuses nothing."""
+
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 1.0078125
+
+    own = forms.gated
+    given = torch.randn(3, 5, 16).bfloat16(), torch.randn(16).bfloat16()
+    for wrong in (lambda y: y * 1.0078125, cast(Any, Off).apply):
+        proofs.known.clear()
+        monkeypatch.setattr(forms, "gated", lambda *a, wrong=wrong, **k: wrong(own(*a, **k)))
+        assert "gated activation" not in kinds(samebits.fuse(Layer().bfloat16(), given))
+    proofs.known.clear()
+    monkeypatch.setattr(forms, "gated", own)
+    assert "gated activation" in kinds(samebits.fuse(Layer().bfloat16(), given))
+
+
+def test_what_was_not_called_is_left() -> None:
+    layer = Layer().bfloat16()
+    fusion = samebits.fuse(layer)
+    assert type(layer) is Layer
+    assert kinds(fusion) == {"RMS norm": 2}
+    assert {u.reason for u in fusion.left} == {
+        "it was not called: give fuse the `inputs` of a forward that does"
+    }
+
+
+def test_operands_that_were_not_proven_take_the_own_code(calls: Counter[str]) -> None:
+    layer = Layer().bfloat16()
+    samebits.fuse(layer, (torch.randn(2, 4, 16).bfloat16(), torch.randn(16).bfloat16()))
+    x = torch.randn(2, 4, 16, dtype=torch.float64)
+    calls.clear()
+    with batch_invariant("ignore"):
+        layer.double()(x, x)
+    assert not calls
+
+
+def test_hooks_of_a_norm_see_its_call() -> None:
+    model, seen = llama(), []
+    samebits.fuse(model)
+    norm = model.model.layers[0].post_attention_layernorm
+    norm.register_forward_hook(lambda module, args, out: seen.append((args, out)))
+    expected = step(model)
+    assert [type(out) for _, out in seen] == [Tensor]
+    norm._forward_hooks.clear()
+    assert_same(step(model), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool, calls: Counter[str]) -> None:
+    model = llama()
+    expected = step(model)
+    samebits.fuse(model)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    calls.clear()
+    assert_same(step(model, use_cache=False), expected)
+    assert [calls["gated"], calls["rotary"]] == [4, 4], "layers run twice"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile(backend: str) -> None:
+    model = llama()
+    expected = step(model)
+    samebits.fuse(model)
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    compiled = torch.compile(model, backend=keep)
+    for _ in range(2):
+        assert_same(step(model, compiled), expected)
+    found = Counter(
+        str(n.target).split(".")[1] for g in graphs for n in g.graph.nodes if "samebits" in str(n.target)
+    )
+    assert [found[n] for n in OPERATORS] == [9, 2, 2], found
+    torch._dynamo.reset()
+
+
+def test_compile_with_the_mode_inside() -> None:
+    model = llama()
+    with batch_invariant("ignore"), torch.no_grad():
+        expected = model(ids()).logits
+    samebits.fuse(model)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def run(x: Tensor) -> Tensor:
+        with batch_invariant("ignore"):
+            out: Tensor = model(x).logits
+            return out
+
+    with torch.no_grad():
+        assert_same_bits(run(ids()), expected)
+    torch._dynamo.reset()
+
+
+def test_copies_stay_fused_and_pickles_do_not(calls: Counter[str]) -> None:
+    model = llama()
+    own = [type(m) for m in model.modules()]
+    expected = step(model)
+    samebits.fuse(model)
+    other = copy.deepcopy(model)
+    calls.clear()
+    assert_same(step(other), expected)
+    assert calls["gated"] == 2
+    other.lm_head.weight.data.zero_()
+    assert_same(step(model), expected)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert [type(m) for m in loaded.modules()] == own
+    assert_same(step(loaded), expected)
+
+
+@pytest.mark.parametrize("first", ["fuse", "adapters"])
+def test_lora(first: str, calls: Counter[str]) -> None:
+    peft = pytest.importorskip("peft", reason="needs the extra peft")
+    found = []
+    for fused in (False, True):
+        model = llama()
+        if fused and first == "fuse":
+            samebits.fuse(model)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+        if fused and first == "adapters":
+            samebits.fuse(model)
+        calls.clear()
+        found.append(step(model))
+        assert calls == ({"add_rms_norm": 9, "rotary": 2, "gated": 2} if fused else {})
+    assert_same(*found)
+
+
+def test_autocast_has_the_bits_of_the_own_code() -> None:
+    model = llama(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(model)
+        samebits.fuse(model)
+        assert_same(step(model), expected)
+
+
+def test_frozen_weights() -> None:
+    model = llama()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+    expected = step(model)
+    samebits.fuse(model)
+    assert_same(step(model), expected)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["mean", "num_items_in_batch"])
+def test_the_loss_in_float32(many: bool, calls: Counter[str]) -> None:
+    model, labels = llama(torch.float32), ids()
+    labels[0, 3:5] = -100
+    given: dict[str, Any] = {"labels": labels} | ({"num_items_in_batch": torch.tensor(23)} if many else {})
+    expected = step(model, **given)
+    fusion = samebits.fuse(model, loss=True)
+    assert kinds(fusion)["loss from hidden states"] == 1
+    calls.clear()
+    found = step(model, **given)
+    assert calls["linear_logp"] == 1
+    assert "logits" not in found
+    expected.pop("logits")
+    assert_same(found, expected)
+    assert "logits" in step(model), "without labels"
+
+
+def test_the_loss_in_16_bits_is_of_logits_in_float32() -> None:
+    model, labels = llama(), ids()
+    fusion = samebits.fuse(model, loss=True)
+    (found,) = (f for f in fusion.fused if f.what == "loss from hidden states")
+    assert found.dtypes == (torch.float32, torch.bfloat16, torch.float16)
+    fused = step(model, labels=labels)
+    fusion.undo()
+    own = step(model, labels=labels)
+    model.lm_head.__class__ = loss.WideHead
+    wide = step(model, labels=labels)
+    wide.pop("logits")
+    assert_same(fused, wide)
+    assert fused["loss"] != own["loss"]
+
+
+def test_a_loss_of_scaled_logits_is_left() -> None:
+    import transformers
+
+    config = transformers.GraniteConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=97,
+        logits_scaling=4.0,
+    )
+    fusion = samebits.fuse(transformers.GraniteForCausalLM(config), loss=True)
+    assert "loss from hidden states" in {u.what for u in fusion.left}, fusion
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="model: expected a Module, got int"):
+        samebits.fuse(1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected parameters on a CPU or a GPU, got meta"):
+        samebits.fuse(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        samebits.fuse(llama(), {"nothing": 1})
