@@ -34,6 +34,7 @@ from samebits.ops.add_rms_norm import add_rms_norm
 from samebits.ops.addmm import addmm_
 from samebits.ops.attention import attention
 from samebits.ops.bmm import bmm
+from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
 from samebits.ops.gated import gated
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
@@ -46,6 +47,7 @@ from samebits.ops.rotary import rotary
 from samebits.ops.scaled_grouped_mm import scaled_grouped_mm
 from samebits.ops.scaled_mm import scaled_mm
 from samebits.ops.silu_mul_quantize import silu_mul_quantize
+from samebits.ops.state_space import selective_scan, selective_state_update, ssd
 from samebits.prepare import prepare
 
 if TYPE_CHECKING:
@@ -69,6 +71,8 @@ __all__ = [
     "audit",
     "batch_invariant",
     "bmm",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "convert",
     "disable_batch_invariant_mode",
     "distributed",
@@ -91,8 +95,11 @@ __all__ = [
     "rotary",
     "scaled_grouped_mm",
     "scaled_mm",
+    "selective_scan",
+    "selective_state_update",
     "set_batch_invariant_mode",
     "silu_mul_quantize",
+    "ssd",
     "transformers",
     "use_backend",
     "use_mma_model",

@@ -7,13 +7,19 @@ reference reads the constants from here. For CUDA, ``python -m benchmarks tables
 
 from __future__ import annotations
 
-__all__ = ["CHAINS", "CONSTANTS", "EX2_SM90", "VOCAB_BLOCK"]
+__all__ = ["CHAINS", "CHANNEL_BLOCK", "CONSTANTS", "EX2_SM90", "STATE_PIECE", "VOCAB_BLOCK"]
 
 VOCAB_BLOCK = 128
 """Consecutive entries of the vocabulary in a block, which is summed by halves."""
 
 CHAINS = 32
 """Chains over the blocks of a row. The blocks go to the chains in turn."""
+
+STATE_PIECE = 8
+"""Neighbours in a channel's state whose products are one chain."""
+
+CHANNEL_BLOCK = 32
+"""Channels over which gradients of B and C are summed by halves."""
 
 CONSTANTS = {
     name: float.fromhex(value)

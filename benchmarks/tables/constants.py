@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.record import ROOT
-from samebits.functions import CHAINS, CONSTANTS, VOCAB_BLOCK
+from samebits.functions import CHAINS, CHANNEL_BLOCK, CONSTANTS, STATE_PIECE, VOCAB_BLOCK
 
 __all__ = ["HEADER", "text"]
 
@@ -18,6 +18,8 @@ def text() -> str:
             *("#pragma once", "", "namespace contract {", ""),
             f"constexpr int VOCAB_BLOCK = {VOCAB_BLOCK};",
             f"constexpr int CHAINS = {CHAINS};",
+            f"constexpr int STATE_PIECE = {STATE_PIECE};",
+            f"constexpr int CHANNEL_BLOCK = {CHANNEL_BLOCK};",
             *(f"constexpr float {name} = {_literal(value)};" for name, value in CONSTANTS.items()),
             *("", "}  // namespace contract", ""),
         )

@@ -23,7 +23,7 @@ import samebits.transformers
 from benchmarks.zoo.lora import add_adapters
 from benchmarks.zoo.models import Model
 from benchmarks.zoo.overrides import LORA, NOT_APPLICABLE
-from benchmarks.zoo.reasons import ATTENTION, CHUNKS, POSITIONS, STEPS, WHOLE
+from benchmarks.zoo.reasons import ATTENTION, CHUNKS, POSITIONS, RECURRENT, STEPS, WHOLE
 from samebits import batch_invariant
 from samebits.mode import UncoveredError
 from samebits.testing import bits, pattern
@@ -185,7 +185,7 @@ def asked(m: Model, check: str) -> str:
         return "takes no mask"
     if check == "left padding" and m.name in STEPS:
         return CHUNKS
-    if check == "left padding" and m.attention == "eager":
+    if check == "left padding" and m.attention == "eager" and m.name not in RECURRENT:
         return ATTENTION
     if check in ("decode", "static cache", "generate") and m.kind in ("encoder", "vision"):
         return "does not decode"

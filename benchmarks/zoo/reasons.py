@@ -11,20 +11,24 @@ FROM_THE_START = POSITIONS, CHUNKS, ATTENTION
 STEPS: dict[str, str] = {
     name: what
     for what, names in {
-        "Mamba 2": "mamba2 bamba falcon_h1 granitemoehybrid nemotron_h zamba2",
         "A gated delta rule": """
             qwen3_next qwen3_5_text qwen3_5_moe_text qwen4_exp_text olmo_hybrid kimi_linear
         """,
         "Linear attention in blocks": "bailing_hybrid minimax",
         "mLSTM in chunks": "xlstm",
-        "Mamba": "mamba falcon_mamba jamba zamba",
     }.items()
     for name in names.split()
 }
 """Models that decode by another algorithm than they prefill by, and what it is."""
 
-WHOLE = set("mamba falcon_mamba jamba zamba recurrent_gemma rwkv".split())  # noqa: SIM905
+WHOLE = {"recurrent_gemma", "rwkv"}
 """Models whose prefill cannot go on from a cache: it is in one piece."""
+
+RECURRENT = {"mamba", "mamba2", "falcon_mamba"}
+"""Models without attention."""
+
+TOLD = {"bamba"}
+"""Models that count positions from the start of a chunk, unless they are told."""
 
 _COMPRESSED = "the keys of compressed blocks lie behind those of all tokens, so padding and chunks move them"
 _ROWS = "some of its layers take the rows of the flattened batch, which are one sequence"

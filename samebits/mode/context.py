@@ -10,8 +10,9 @@ import torch
 
 from samebits.backends.modes import CONTEXT, include, includes, untraced, with_context
 from samebits.contexts import Context
+from samebits.mode import fp8_layers, state_space_layers  # noqa: F401 - they register what is exchanged
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost, state
-from samebits.mode.fp8_layers import cover
+from samebits.mode.exchanged import cover
 from samebits.mode.inductor import compile_exactly, cover_inductor
 from samebits.mode.kernels import register_context
 from samebits.mode.patches import AUTOGRAD_CACHE, asks

@@ -6,35 +6,21 @@ classes are changed, once: under the mode they run this library's products, else
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samebits.contract import SCALE_BLOCK
-from samebits.mode.patches import when_loaded
+from samebits.mode.exchanged import in_module, under_the_mode
 from samebits.ops.experts import Routed, combined, routed
 from samebits.ops.fp8_weights import linear_of_groups, linear_of_values
 from samebits.remedies import see
 
-__all__ = ["cover", "fp8_experts"]
+__all__ = ["fp8_experts"]
 
 _MODULE = "transformers.integrations.finegrained_fp8"
-_asked: list[Callable[[], bool]] = []
-
-
-def cover(is_on: Callable[[], bool]) -> None:
-    """Let the layers run this library's products while `is_on` says so: now, or when they are loaded."""
-    if is_on in _asked:
-        return
-    if not _asked and _MODULE in sys.modules:
-        _cover()
-    elif not _asked:
-        when_loaded(_MODULE, _cover)
-    _asked.append(is_on)
 
 
 def _cover() -> None:
@@ -44,22 +30,13 @@ def _cover() -> None:
         (layers.FP8GroupedLinear, "forward", _block_diagonal_linear),
         (layers.FP8Experts, "linear", _linear_of_expert),
     ):
-        setattr(kind, method, _under_the_mode(getattr(kind, method), ours))
+        setattr(kind, method, under_the_mode(getattr(kind, method), ours))
     functions = layers.ALL_FP8_EXPERTS_FUNCTIONS
     for name in [*functions]:
-        functions.register(name, _under_the_mode(functions[name], fp8_experts))
+        functions.register(name, under_the_mode(functions[name], fp8_experts))
 
 
-def _under_the_mode(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for is_on in _asked:
-            if is_on():
-                result = ours(*args, **kwargs)
-                return own(*args, **kwargs) if result is NotImplemented else result
-        return own(*args, **kwargs)
-
-    return call
+in_module(_MODULE, _cover)
 
 
 def _check(layer: Any) -> str:

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from typing import Any
 
 from samebits.contexts import Context
+from samebits.mode import fp8_layers, state_space_layers  # noqa: F401 - they register what is exchanged
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost
-from samebits.mode.fp8_layers import cover
+from samebits.mode.exchanged import cover
 from samebits.mode.kernels import register_process
 from samebits.mode.patches import run_eagerly, stance, when_loaded
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from samebits.ops._fused import backend, check_tensors
 from samebits.ops._operator import Operator, refuse_third_derivatives
+from samebits.ops._rows import rounded
 
 
 def activation(x: Tensor, name: str) -> Tensor:
@@ -21,7 +22,8 @@ def activation(x: Tensor, name: str) -> Tensor:
 
     Args:
         x: bfloat16, float16 or float32, any shape and strides.
-        name: ``"silu"``, ``"sigmoid"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"relu2"``.
+        name: ``"silu"``, ``"sigmoid"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, ``"relu2"`` or
+            ``"softplus"``.
 
     Returns:
         The values, rounded to the dtype of `x`, contiguous.
@@ -45,6 +47,12 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return activation(x, "gelu" if approximate == "none" else "gelu_tanh")
 
 
+def gradient_of(grad: Tensor, x: Tensor, name: str) -> Tensor:
+    """That of `x`, given that of its :func:`activation`."""
+    found: Tensor = _gradient(grad, x, name)
+    return found
+
+
 def _run(x: Tensor, name: str) -> Tensor:
     found: Tensor = backend("gated", x).activation(x, name)
     return found
@@ -56,6 +64,8 @@ _operator = Operator(
 
 
 def _run_backward(grad: Tensor, x: Tensor, name: str) -> Tensor:
+    if name == "softplus":
+        return rounded(grad * _run(x, "sigmoid"), x.dtype)
     found: Tensor = backend("gated", x).activation_backward(grad, x, name)
     return found
 
@@ -104,6 +114,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "softplus": F.softplus,
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
 }

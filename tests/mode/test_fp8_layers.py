@@ -26,7 +26,7 @@ from transformers.integrations import finegrained_fp8 as fp8
 import samebits
 import samebits.transformers
 from benchmarks.zoo.fp8 import in_fp8
-from samebits.mode import fp8_layers
+from samebits.mode import exchanged, fp8_layers
 from samebits.testing import assert_same_bits, values
 from samebits.transformers import register
 from tests.mode.conftest import Within
@@ -325,12 +325,13 @@ with samebits.{enter}():
 
 def test_layers_that_cannot_be_covered_are_an_error_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another version of ``transformers``, say."""
-    monkeypatch.setattr(fp8_layers, "_asked", [])
+    monkeypatch.setattr(exchanged, "_asked", [])
+    monkeypatch.setattr(exchanged, "_changes", {fp8.__name__: [fp8_layers._cover]})
     monkeypatch.delattr(fp8, "FP8GroupedLinear")
     own = fp8.FP8Linear.forward
     for _ in range(2):
         with pytest.raises(AttributeError, match="FP8GroupedLinear"):
-            fp8_layers.cover(lambda: True)
+            exchanged.cover(lambda: True)
     assert fp8.FP8Linear.forward is own
 
 

@@ -8,10 +8,10 @@ from numba import int64 as i64
 from numba import void
 
 from samebits.backends.reference.kernels import _njit, fma
-from samebits.backends.reference.logp_kernels import exp, one_and_exp_minus, silu
+from samebits.backends.reference.logp_kernels import exp, log, one_and_exp_minus, silu
 from samebits.functions import CONSTANTS
 
-SILU, SIGMOID, GELU, GELU_TANH = range(4)
+SILU, SIGMOID, GELU, GELU_TANH, SOFTPLUS = range(5)
 
 _HALF_ROOT, _TANH_SCALE, _TANH_CUBE, _TANH_SLOPE, _DENSITY = (
     np.float32(CONSTANTS[name]) for name in ("HALF_ROOT", "TANH_SCALE", "TANH_CUBE", "TANH_SLOPE", "DENSITY")
@@ -50,11 +50,22 @@ def _tanh_of_gelu(a):
 
 
 @_njit()
+def _softplus(x):
+    """log(1 + e**x). What the sum 1 + e**-|x| lost is put back by the quotient."""
+    e = exp(-abs(x))
+    sum_ = _ONE + e
+    above = e if sum_ == _ONE else log(sum_) * (e / (sum_ - _ONE))
+    return x + above if x > _ZERO else above
+
+
+@_njit()
 def _activated(a, which):
     if which == SILU:
         return silu(a)
     if which == SIGMOID:
         return _ONE / one_and_exp_minus(a)
+    if which == SOFTPLUS:
+        return _softplus(a)
     if which == GELU:
         return (a * _HALF) * (_ONE + _erf(a * _HALF_ROOT))
     return (_HALF * a) * (_ONE + _tanh_of_gelu(a))

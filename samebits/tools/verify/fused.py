@@ -20,6 +20,7 @@ from samebits.ops.norm_rotary import norm_rotary
 from samebits.ops.rotary import rotary
 from samebits.ops.rsqrt import rsqrt
 from samebits.testing import KINDS, values
+from samebits.tools.verify import recurrent
 from samebits.tools.verify.case import BF16, F16, F32
 from samebits.tools.verify.failures import finish, running
 from samebits.tools.verify.operands import Surrounded
@@ -80,7 +81,7 @@ _OF_IDS = ((1, 1, 1), (3, 129, 5), (2, 9000, 21), (1, 150_000, 2), (70, 1000, 30
 
 def fused_cases(thorough: bool) -> list[FusedCase]:
     """All cases."""
-    every = (_norms, _rotations, _normed_rotations, _gates, _functions, _of_ids)
+    every = (_norms, _rotations, _normed_rotations, _gates, _functions, _of_ids, _recurrent)
     return [case for cases in every for case in cases(3 if thorough else 1)]
 
 
@@ -364,10 +365,19 @@ def _logits(kind: str, rows: int, vocabulary: int, n: int, dtype: torch.dtype) -
     return *_drawn(kind, ((rows, vocabulary), dtype)), ids
 
 
+def _recurrent(times: int) -> Iterator[FusedCase]:
+    for what, *given in recurrent.convolutions(times):
+        yield FusedCase("causal_conv1d", what, *given)
+    for what, *given in recurrent.state_spaces(times):
+        yield FusedCase("state_space", what, *given)
+
+
 def _sharings(case: FusedCase) -> list[Any]:
-    """How threads may share its rows; None is the choice."""
+    """How threads may share its rows, or its channels; None is the choice."""
     from samebits.backends.cuda import rows
 
+    if case.kernel == "state_space":
+        return [None, *range(recurrent.SCHEDULES)]
     return [None, *(rows.sharings(*case.row) if case.row else ())]
 
 

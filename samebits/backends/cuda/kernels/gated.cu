@@ -5,7 +5,7 @@
 //
 // Macros
 //   IN           type of operands and result: F32, BF16 or F16
-//   ACTIVATION   SILU, GELU, GELU_TANH, SIGMOID, RELU, RELU2 or GPT_OSS
+//   ACTIVATION   SILU, GELU, GELU_TANH, SIGMOID, RELU, RELU2, GPT_OSS, or SOFTPLUS, ALONE
 //   FORM         ALONE: of the gate without a factor; APART: gate and factor in rows of their own; ALTERNATING: gate
 //                and factor side by side
 //   VECTOR       entries of a thread: as many as 16 bytes hold, or 1 for operands that are not aligned

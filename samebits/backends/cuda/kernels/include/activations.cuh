@@ -7,6 +7,14 @@ namespace contract {
 
 __device__ __forceinline__ float sigmoid(float a) { return __fdiv_rn(1.0f, one_and_exp_minus(a)); }
 
+// log(1 + e^x). What the sum 1 + e^-|x| lost is put back by the quotient.
+__device__ __forceinline__ float softplus(float x) {
+    const float e = exp(-fabsf(x));
+    const float sum = __fadd_rn(1.0f, e);
+    const float above = sum == 1.0f ? e : __fmul_rn(log(sum), __fdiv_rn(e, __fsub_rn(sum, 1.0f)));
+    return x > 0.0f ? __fadd_rn(x, above) : above;
+}
+
 // 1 - e^q for the magnitude, where q is the logarithm of erfc.
 __device__ __forceinline__ float erf(float x) {
     const float t = minimum(fabsf(x), 4.0f);

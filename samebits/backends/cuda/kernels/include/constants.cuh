@@ -5,6 +5,8 @@ namespace contract {
 
 constexpr int VOCAB_BLOCK = 128;
 constexpr int CHAINS = 32;
+constexpr int STATE_PIECE = 8;
+constexpr int CHANNEL_BLOCK = 32;
 constexpr float LOG2E = 0x1.715476p+0f;
 constexpr float LN2 = 0x1.62e43p-1f;
 constexpr float LN2_LOW = -0x1.05c61p-29f;

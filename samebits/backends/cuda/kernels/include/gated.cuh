@@ -11,6 +11,7 @@
 #define RELU 4
 #define RELU2 5
 #define GPT_OSS 6
+#define SOFTPLUS 7
 #define ALONE 0
 #define APART 1
 #define ALTERNATING 2
@@ -33,6 +34,8 @@ __device__ __forceinline__ float activated(float gate, float alpha) {
         return contract::gelu_tanh(gate);
     else if constexpr (ACTIVATION == SIGMOID)
         return contract::sigmoid(gate);
+    else if constexpr (ACTIVATION == SOFTPLUS)
+        return contract::softplus(gate);
     else if constexpr (ACTIVATION == RELU)
         return gate <= 0.0f ? 0.0f : gate;
     else if constexpr (ACTIVATION == RELU2)

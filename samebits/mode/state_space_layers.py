@@ -1,0 +1,243 @@
+"""Layers of ``transformers`` with state spaces and short convolutions, under the mode.
+
+Modules of models have functions of some names (:data:`_FUNCTIONS`), and layers that call them. The functions
+are exchanged. A layer's forward tells them what they are not given: which sequences its rows hold, and its
+cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samebits.mode.exchanged import in_module, under_the_mode
+from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+from samebits.ops.state_space import selective_scan, selective_state_update, ssd
+
+__all__ = ["called"]
+
+_MODELS = """
+    mamba mamba2 falcon_mamba jamba bamba nemotron_h falcon_h1 granitemoehybrid zamba zamba2 lfm2 lfm2_moe
+""".split()  # noqa: SIM905
+
+
+class _Called(threading.local):
+    """The layer that runs in this thread.
+
+    Attributes:
+        layer: the module, or None.
+        sequences: ``seq_idx`` of its rows, or None where rows are sequences.
+        cache: that of the model, or None.
+        scans: how many it has run in this call.
+    """
+
+    layer: Any = None
+    sequences: Tensor | None = None
+    cache: Any = None
+    scans = 0
+
+
+called = _Called()
+
+
+def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward that says what it was given."""
+    takes = inspect.signature(own)
+    cached = "cache_params" if "cache_params" in takes.parameters else "past_key_values"
+
+    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return NotImplemented
+        given = takes.bind(layer, *args, **kwargs)
+        cache, mask = given.arguments.get(cached), given.arguments.get("attention_mask")
+        before = vars(called).copy()
+        packed = isinstance(mask, Tensor) and mask.ndim == 3
+        if packed:
+            given.arguments["attention_mask"] = None
+        called.layer, called.scans = layer, 0
+        called.sequences = mask[..., 0] if isinstance(mask, Tensor) and packed else None
+        called.cache = cache
+        try:
+            return own(*given.args, **given.kwargs)
+        finally:
+            vars(called).clear()
+            vars(called).update(before)
+
+    return under_the_mode(own, call)
+
+
+def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The mask of such layers; ``seq_idx``, of three dimensions, where ``position_ids`` start again."""
+    positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+    mask = own(*args, **kwargs)
+    if torch.compiler.is_compiling() or mask is not None or cache is not None or positions is None:
+        return mask
+    if kwargs.get("attention_mask") is not None or positions.ndim != 2 or positions.shape[1] < 2:
+        return mask
+    starts = positions[:, 1:] != positions[:, :-1] + 1
+    if not starts.any():
+        return mask
+    numbers = nn.functional.pad(starts.to(torch.int32), (1, 0)).cumsum(1, dtype=torch.int32)
+    return numbers.expand(len(kwargs["inputs_embeds"]), -1)[..., None]
+
+
+def _packed(x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """The argument that says how rows divide into sequences, if they do."""
+    found = given.get("seq_idx") if called.sequences is None else called.sequences
+    if found is not None:
+        return {"seq_idx": found}
+    for name in ("cu_seqlens", "cu_seq_lens_q"):
+        if (found := given.get(name)) is not None and len(x) == 1:
+            return {"cu_seqlens": found}
+    return {}
+
+
+def _conv(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **given: Any,
+) -> Any:
+    if activation not in (None, "silu", "swish"):
+        return NotImplemented
+    packed = _packed(hidden_states, given)
+    out: Any = causal_conv1d(hidden_states.to(weight.dtype), weight, bias, activation=activation, **packed)
+    return out.to(hidden_states.dtype)
+
+
+def _conv_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    if activation not in (None, "silu", "swish") or _wants_gradients(hidden_states, weight, bias):
+        return NotImplemented
+    if not hidden_states.dtype == conv_state.dtype == weight.dtype:
+        return NotImplemented
+    return causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+
+
+def _wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _scan_of_heads(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **given: Any
+) -> Any:
+    named = ("D", "z", "dt_bias", "initial_states", "dt_softplus", "dt_limit", "return_final_states")
+    passed = {name: given[name] for name in named if name in given}
+    packed = _packed(hidden_states, given)
+    return ssd(hidden_states, dt, A, B, C, chunk_size, **passed, **packed)
+
+
+def _scan_of_channels(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **given: Any,
+) -> Any:
+    """A prefill goes on from the state in the cache, where the layer forgets it."""
+    cache = called.cache
+    states = None if cache is None else cache.get_recurrent_state(called.layer.layer_idx, state_idx=0)
+    if states is not None and states.ndim == 4:  # the layer calls head by head
+        states = states[:, called.scans]
+    called.scans += 1
+    packed = _packed(hidden_states, given)
+    return selective_scan(
+        *(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state),
+        initial_state=states,
+        **packed,
+    )
+
+
+def _step_of_heads(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    **given: Any,
+) -> Any:
+    # A layer's prefill has limits, which its step forgets, and multiplies by the gate itself.
+    given["dt_limit"] = getattr(called.layer, "time_step_limit", None)
+    out = _step_of_channels(state, hidden_states, dt, A, B, C, D, **given)
+    return out if z is None or out is NotImplemented else out * nn.functional.silu(z)
+
+
+def _step_of_channels(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    **given: Any,
+) -> Any:
+    if _wants_gradients(hidden_states, dt, A, B, C) or state.dtype != torch.float32:
+        return NotImplemented
+    named = ("z", "dt_bias", "dt_softplus", "dt_limit")
+    passed = {name: given[name] for name in named if name in given}
+    return selective_state_update(state, hidden_states, dt, A, B, C, D, **passed)
+
+
+def _unfused(*_: Any, **__: Any) -> None:
+    """Of a kernel that computes all of a layer: the layer then goes step by step."""
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _conv,
+    "causal_conv1d_update": _conv_update,
+    "mamba_selective_scan": _scan_of_channels,
+    "mamba_selective_state_update": _step_of_channels,
+    "mamba_inner_fn": _unfused,
+    "mamba2_chunk_scan": _scan_of_heads,
+    "mamba2_selective_state_update": _step_of_heads,
+    "mamba2_split_conv1d_scan_combined": _unfused,
+}
+"""What takes the place of a function with this name in a module of a model."""
+
+
+def _exchange(name: str) -> None:
+    module: Any = sys.modules[name]
+    known = _FUNCTIONS.keys() & vars(module).keys()
+    layers = [
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+        and issubclass(kind, nn.Module)
+        and kind.__module__ == name
+        and known & {*inspect.unwrap(kind.forward).__code__.co_names}
+    ]
+    for function in known:
+        setattr(module, function, under_the_mode(getattr(module, function), _FUNCTIONS[function]))
+    for kind in layers:
+        kind.forward = _forward(kind.forward)
+    if hasattr(module, "create_recurrent_attention_mask"):
+        own = module.create_recurrent_attention_mask
+        module.create_recurrent_attention_mask = under_the_mode(own, functools.partial(_mask, own))
+
+
+for _model in _MODELS:
+    _name = f"transformers.models.{_model}.modeling_{_model}"
+    in_module(_name, functools.partial(_exchange, _name))

@@ -1,0 +1,184 @@
+"""Verification of state spaces and short convolutions, on operands made for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+from samebits.ops.state_space import selective_scan, selective_state_update, ssd
+from samebits.testing import KINDS, values
+
+Results = tuple[Tensor, ...]
+SCHEDULES = 3
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+# Rows, channels, tokens, taps.
+_CONVOLVED = ((1, 8, 1, 4), (2, 24, 37, 4), (3, 5, 70, 3), (1, 512, 130, 2), (2, 1, 33, 4), (1, 7, 9, 1))
+# Rows, tokens, heads, channels of a head, groups, states.
+_OF_HEADS = (
+    *((1, 1, 1, 1, 1, 1), (2, 70, 4, 24, 2, 20), (1, 130, 2, 64, 1, 128), (3, 9, 6, 8, 3, 16)),
+    *((1, 40, 3, 32, 1, 256), (2, 33, 2, 5, 2, 5), (5, 17, 4, 64, 1, 64), (3, 20, 5, 64, 1, 128)),
+)
+# Rows, channels, tokens, groups, states.
+_OF_CHANNELS = (
+    (1, 1, 1, 1, 1),
+    (2, 48, 70, 1, 16),
+    (1, 40, 33, 2, 20),
+    (3, 130, 19, 1, 8),
+    (3, 257, 18, 1, 16),
+)
+
+
+def convolutions(times: int) -> Iterator[tuple[str, str, Any, Any]]:
+    """The line of the report, the name, and what draws and runs a case."""
+    kinds = itertools.cycle(KINDS)
+    for dtype, shape, last in itertools.product(DTYPES, _CONVOLVED, (False, True)):
+        for _ in range(times):
+            kind = next(kinds)
+            name = f"{shape}, {'channels' if last else 'tokens'} side by side, {dtype}, {kind}"
+            yield "tokens", name, partial(_taps, kind, shape, dtype, last), partial(_convolved, last)
+
+
+def _taps(kind: str, shape: tuple[int, ...], dtype: torch.dtype, last: bool) -> Results:
+    rows, channels, tokens, taps = shape
+    x = values(kind, (rows, tokens, channels) if last else (rows, channels, tokens), dtype, 1)
+    weight, bias = values("normal", (channels, taps), dtype, 2), values("normal", (channels,), dtype, 3)
+    before = values("normal", (rows, channels, taps - 1), dtype, 4)
+    cuts = torch.tensor([0, tokens // 3, tokens // 2, tokens]).int()
+    return x, weight, bias, before, cuts
+
+
+def _convolved(last: bool, x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, cuts: Tensor) -> Results:
+    x = x.transpose(1, 2) if last else x
+    numbers = torch.arange(x.shape[2], device=x.device)[None].expand(len(x), -1) // 5
+    state = torch.nn.functional.pad(before, (1, 0))
+    halves = x.shape[2] // 2
+    step = causal_conv1d_update(x[..., :halves], state, weight, bias, "silu") if halves else x[..., :0]
+    rest = causal_conv1d_update(x[..., halves:], state, weight, bias, "silu")
+    given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias}
+    y, after = causal_conv1d(**given, initial_states=before, activation="silu", return_final_states=True)
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias, before)]
+        plain: Any = causal_conv1d(*leaves[:3], None, leaves[3])
+        gradients = torch.autograd.grad(plain, leaves, x)
+    numbered: Any = causal_conv1d(**given, seq_idx=numbers)
+    packed: Any = causal_conv1d(x[:1], weight, cu_seqlens=cuts, activation="silu")
+    return y, after, step, rest, state, *gradients, numbered, packed
+
+
+def state_spaces(times: int) -> Iterator[tuple[str, str, Any, Any]]:
+    """The same. Values are small, so that states stay finite but for one kind."""
+    kinds = itertools.cycle(("normal", "normal", "tiny", "special"))
+    for dtype, shape, _ in itertools.product(DTYPES, _OF_HEADS, range(times)):
+        kind = next(kinds)
+        draw = partial(_heads, kind, shape, dtype)
+        yield "heads", f"{shape}, {dtype}, {kind}", draw, _scheduled(_of_heads)
+        if kind != "special":
+            yield "gradients", f"heads {shape}, {dtype}, {kind}", draw, _scheduled(_gradients_of_heads)
+    for dtype, channels, _ in itertools.product(DTYPES, _OF_CHANNELS, range(times)):
+        kind = next(kinds)
+        draw = partial(_channels, kind, channels, dtype)
+        yield "channels", f"{channels}, {dtype}, {kind}", draw, _scheduled(_of_channels)
+        if kind != "special":
+            yield (
+                "gradients",
+                f"channels {channels}, {dtype}, {kind}",
+                draw,
+                _scheduled(_gradients_of_channels),
+            )
+
+
+def _heads(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Results:
+    rows, tokens, heads, of_head, groups, states = shape
+    x, z = (values(kind, (rows, tokens, heads, of_head), dtype, seed) for seed in (1, 2))
+    b, c = (values("normal", (rows, tokens, groups, states), dtype, seed) for seed in (3, 4))
+    dt, A = (
+        values("normal", (rows, tokens, heads), dtype, 5),
+        -values("normal", (heads,), torch.float32, 6).abs(),
+    )
+    D, bias = values("normal", (heads,), dtype, 7), values("normal", (heads,), torch.float32, 8) - 3
+    return x, dt, A, b, c, D, z, bias, values("normal", (rows, heads, of_head, states), torch.float32, 9)
+
+
+def _of_heads(
+    x: Tensor, dt: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, bias: Tensor, states: Tensor
+) -> Results:
+    options: dict[str, Any] = {"D": D, "dt_bias": bias, "dt_softplus": True, "return_final_states": True}
+    y, after = ssd(x, dt, A, b, c, z=z, initial_states=states, **options)
+    packed = [t[:1].contiguous() for t in (x, dt, b, c)]
+    cuts = torch.tensor([0, 0, x.shape[1] // 3, x.shape[1]], device=x.device)
+    of = ssd(packed[0], packed[1], A, packed[2], packed[3], cu_seqlens=cuts, **options)
+    moved, wide = states.clone(), (len(bias), x.shape[3])
+    A, D, bias = (
+        A[:, None, None].expand(*wide, b.shape[3]),
+        D[:, None].expand(wide),
+        bias[:, None].expand(wide),
+    )
+    given = x[:, 0], dt[:, 0, :, None].expand(-1, *wide), A, b[:, 0], c[:, 0], D
+    first = selective_state_update(moved, *given, z[:, 0], bias, dt_softplus=True)
+    return y, after, *of, first, moved, selective_state_update(moved, *given, dt_limit=(0.0, 0.5))
+
+
+def _gradients_of_heads(
+    x: Tensor, dt: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, bias: Tensor, states: Tensor
+) -> Results:
+    with torch.enable_grad():
+        x, A, b, c, D, states = (t.detach().requires_grad_() for t in (x, A, b, c, D, states))
+        y, after = ssd(x, dt, A, b, c, D=D, dt_bias=bias, initial_states=states, return_final_states=True)
+        return torch.autograd.grad([y, after], [x, A, b, c, D, states], [z, states.detach()])
+
+
+def _channels(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Results:
+    rows, channels, tokens, groups, states = shape
+    u, z = (values(kind, (rows, channels, tokens), dtype, seed) for seed in (1, 2))
+    b, c = (values("normal", (rows, groups, states, tokens), dtype, seed) for seed in (3, 4))
+    delta, A = (
+        values("normal", u.shape, dtype, 5),
+        -values("normal", (channels, states), torch.float32, 6).abs(),
+    )
+    D, bias = values("normal", (channels,), dtype, 7), values("normal", (channels,), torch.float32, 8) - 3
+    return u, delta, A, b, c, D, z, bias
+
+
+def _of_channels(
+    u: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, bias: Tensor
+) -> Results:
+    y, state = selective_scan(u, delta, A, b, c, D, z, bias, True, True)
+    moved = state.clone()
+    given = u[..., 0], delta[..., 0], A, b[..., 0], c[..., 0], D, z[..., 0], bias
+    return y, state, selective_state_update(moved, *given, dt_softplus=True), moved
+
+
+def _gradients_of_channels(
+    u: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, bias: Tensor
+) -> Results:
+    with torch.enable_grad():
+        u, A, b, c, D = (t.detach().requires_grad_() for t in (u, A, b, c, D))
+        delta = delta.to(torch.float32).abs().detach().requires_grad_()
+        y = selective_scan(u, delta, A, b, c, D)
+        assert isinstance(y, Tensor)
+        return torch.autograd.grad(y, [u, delta, A, b, c, D], z)
+
+
+def _scheduled(run: Callable[..., Results]) -> Callable[..., Results]:
+    """`run`, whose scan has the schedule of this place, as far as its states have so many."""
+
+    def call(*operands: Tensor, sharing: int | None = None) -> Results:
+        if sharing is None:
+            return run(*operands)
+        from samebits.backends.cuda import state_space
+
+        def chosen(size: int, own: bool, *_: int) -> state_space.Scan:
+            found = state_space.schedules(size, own)
+            return found[min(sharing, len(found) - 1)]
+
+        with mock.patch.object(state_space, "choose", chosen):
+            return run(*operands)
+
+    return call
