@@ -71,7 +71,7 @@ def offsets_of(
     if cu_seqlens is not None:
         return cu_seqlens.to(torch.int32)
     if seq_idx is None:
-        return torch.arange(0, rows * tokens + 1, max(tokens, 1), dtype=torch.int32, device=x.device)
+        return torch.arange(rows + 1, dtype=torch.int32, device=x.device) * tokens
     starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
     found = starts.flatten().nonzero()[:, 0].to(torch.int32)
     return F.pad(found, (0, 1), value=rows * tokens)

@@ -84,7 +84,8 @@ def state_spaces(times: int) -> Iterator[tuple[str, str, Any, Any]]:
     for dtype, channels, _ in itertools.product(DTYPES, _OF_CHANNELS, range(times)):
         kind = next(kinds)
         draw = partial(_channels, kind, channels, dtype)
-        yield "channels", f"{channels}, {dtype}, {kind}", draw, _scheduled(_of_channels)
+        name = f"{channels}, {dtype}, {kind}"
+        yield "channels", name, draw, _scheduled(_of_channels)
         if kind != "special":
             yield (
                 "gradients",
