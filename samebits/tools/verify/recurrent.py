@@ -65,7 +65,7 @@ def _convolved(last: bool, x: Tensor, weight: Tensor, bias: Tensor, before: Tens
     y, after = causal_conv1d(**given, initial_states=before, activation="silu", return_final_states=True)
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (x, weight, bias, before)]
-        plain: Any = causal_conv1d(*leaves[:3], None, leaves[3])
+        plain: Any = causal_conv1d(leaves[0], leaves[1], leaves[2], initial_states=leaves[3])
         gradients = torch.autograd.grad(plain, leaves, x)
     numbered: Any = causal_conv1d(**given, seq_idx=numbers)
     packed: Any = causal_conv1d(x[:1], weight, cu_seqlens=cuts, activation="silu")
