@@ -190,7 +190,7 @@ def _results(model: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> dict
             t.copy_(weights[name])
     model.dtype = dtype
     model.known.clear()
-    items = model.short = [
+    items = [
         {k: v.to(dtype) if v.is_floating_point() else v for k, v in item.items()} for item in model.short
     ]
     found: dict[str, Tensor] = {}

@@ -94,6 +94,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tuned-tables": tuning.tuned_tables,
     "vllm-native": engines.vllm_native,
     "vllm-versions": engines.vllm_versions,
+    "fused-architectures": partial(block_of, "cpu", "fusion.json", models.fused),
     "architectures": partial(block_of, "cpu", "zoo.json", report.architectures),
     "architectures-fp8": partial(block_of, "cpu", "zoo_fp8.json", report.fp8),
     **{f"{gpu}-price": partial(models.the_price, gpu) for gpu in GPUS[1:]},

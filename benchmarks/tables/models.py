@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks import peers, price, ranks, steps, vllm
 from benchmarks.host import ratios
 from benchmarks.record import GPUS, load, measured, slug
-from benchmarks.tables.text import measured_at, measured_on_gpu, table
+from benchmarks.tables.text import made_with, measured_at, measured_on_gpu, table
 
 
 def before_after() -> str:
@@ -306,5 +306,35 @@ def gpu_peers(data: dict[str, Any]) -> str:
             table(["other bits in a smaller batch", "PyTorch", *names.values()], changed),
             f"One run, bf16, geometric means. Products of K, N: {shapes}.",
             measured_on_gpu(data),
+        )
+    )
+
+
+def fused(data: dict[str, Any]) -> str:
+    """What ``samebits.fuse`` fused in which architecture."""
+    kinds = (
+        "RMS norm",
+        "residual sum and RMS norm",
+        "gated activation",
+        "rotary positions",
+        "loss from hidden states",
+    )
+    built = [a for a in data["architectures"] if "unbuilt" not in a]
+    some = [a for a in built if a["fused"]]
+    counts = [d for a in some for d in a["dtypes"].values()]
+    values, differ = (sum(d[key] for d in counts) for key in ("values", "differ"))
+
+    def cell(architecture: dict[str, Any], kind: str) -> str:
+        found = sum(f["count"] for f in architecture["fused"] if f["what"] == kind)
+        left = sum(u["count"] for u in architecture["left"] if u["what"] == kind)
+        return f"{found}, {left} left" if found and left else f"{left} left" if left else str(found or "")
+
+    rows = [[f"`{a['name']}`", *(cell(a, kind) for kind in kinds)] for a in some]
+    return "\n\n".join(
+        (
+            f"Something is fused in **{len(some)} of {len(built)}** architectures: of {values:,} values,"
+            f" {differ:,} differ.",
+            table(["architecture, modules", *(f"{kind[0].upper()}{kind[1:]}" for kind in kinds)], rows),
+            made_with(data),
         )
     )
