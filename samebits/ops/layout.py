@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,8 +17,18 @@ __all__ = ["as_laid_out", "in_memory_order", "memory_format"]
 
 def memory_format(*tensors: Tensor) -> torch.memory_format:
     """That which PyTorch gives the result of a function of these: the first that has its channels last."""
-    found = (suggest_memory_format(t) for t in tensors)
+    with _untracked(*tensors):
+        found = [suggest_memory_format(t) for t in tensors]
     return next((f for f in found if f != torch.contiguous_format), torch.contiguous_format)
+
+
+def _untracked(*tensors: Tensor) -> AbstractContextManager[object]:
+    """Strides of symbols are compared, not traced: a tracer may know nothing of tensors beside its graph."""
+    if not any(isinstance(stride, torch.SymInt) for t in tensors for stride in t.stride()):
+        return nullcontext()
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    return disable_proxy_modes_tracing()
 
 
 def as_laid_out(result: Tensor, like: Tensor) -> Tensor:
