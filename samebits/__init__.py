@@ -8,6 +8,7 @@ from samebits._version import __version__
 from samebits.backends import use_backend
 from samebits.backends.cuda.shapes import record_shapes
 from samebits.backends.cuda.tuned import load_tuned
+from samebits.backends.recurrent import RecurrentState
 from samebits.contract import (
     AMPERE,
     FMA,
@@ -35,6 +36,7 @@ from samebits.ops.addmm import addmm_
 from samebits.ops.attention import attention
 from samebits.ops.bmm import bmm
 from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+from samebits.ops.delta_rule import gated_delta_rule, kda, lightning_attention
 from samebits.ops.gated import gated
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
@@ -63,6 +65,7 @@ __all__ = [
     "Contract",
     "Exp2Model",
     "MmaModel",
+    "RecurrentState",
     "UncoveredError",
     "__version__",
     "add_rms_norm",
@@ -79,9 +82,12 @@ __all__ = [
     "enable_batch_invariant_mode",
     "fuse",
     "gated",
+    "gated_delta_rule",
     "gather_logp",
     "grouped_mm",
     "is_batch_invariant_mode_enabled",
+    "kda",
+    "lightning_attention",
     "linear",
     "linear_logp",
     "load_tuned",

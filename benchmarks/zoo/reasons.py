@@ -11,10 +11,7 @@ FROM_THE_START = POSITIONS, CHUNKS, ATTENTION
 STEPS: dict[str, str] = {
     name: what
     for what, names in {
-        "A gated delta rule": """
-            qwen3_next qwen3_5_text qwen3_5_moe_text qwen4_exp_text olmo_hybrid kimi_linear
-        """,
-        "Linear attention in blocks": "bailing_hybrid minimax",
+        "A gated delta rule": "qwen4_exp_text",
         "mLSTM in chunks": "xlstm",
     }.items()
     for name in names.split()
@@ -44,7 +41,8 @@ REASONS: dict[str, str] = {
     "fnet": "mixes tokens by a Fourier transform",
 } | dict.fromkeys(
     """
-    afmoe gpt2 gpt-sw3 hy_v3 inkling_text laguna mellum minimax_m3_vl_text openai-gpt qwen2_moe qwen4_exp_text
+    afmoe gpt2 gpt-sw3 hy_v3 inkling_text laguna mellum minimax_m3_vl_text openai-gpt qwen2_moe
+    qwen3_5_moe_text qwen3_next qwen4_exp_text
     """.split(),  # noqa: SIM905
     _ROWS,
 )

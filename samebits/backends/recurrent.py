@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +94,14 @@ class RecurrentState:
         data: the memory, which is not copied. None: that of `sequences` empty states.
         sequences: their number, without `data`.
         device: where they are, without `data`.
+        closing: what computes :attr:`matrix`.
 
     Raises:
         TypeError: `data` is not float32, or no Tensor.
         ValueError: `data` is not of the layout's size, or its rows are not dense.
     """
 
-    __slots__ = ("_parts", "data", "layout")
+    __slots__ = ("_closed", "_closing", "_parts", "data", "layout")
 
     def __init__(
         self,
@@ -109,6 +110,7 @@ class RecurrentState:
         *,
         sequences: int = 0,
         device: torch.device | str | None = None,
+        closing: Callable[[RecurrentState], Tensor] | None = None,
     ) -> None:
         if data is None:
             data = torch.zeros(sequences, layout.words, dtype=torch.float32, device=device)
@@ -125,6 +127,8 @@ class RecurrentState:
             raise ValueError(f"{name}: expected dense, aligned rows, got strides {data.stride()}")
         self.layout, self.data = layout, data
         self._parts: Mapping[str, Tensor] | None = None
+        self._closing = closing
+        self._closed: Tensor | None = None
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
@@ -143,31 +147,52 @@ class RecurrentState:
         """How many rows of the open chunk there are: integers in float32, ``[sequences]``, a view."""
         return self.data[:, 0]
 
+    @property
+    def matrix(self) -> Tensor:
+        """The plain state after the last tokens, float32 ``[sequences, heads, key size, value size]``.
+
+        Gradients go into it right after the call that returned this state, if it recorded any.
+        """
+        if self._closed is not None:
+            return self._closed
+        if self._closing is None:
+            raise ValueError(
+                f"samebits.{self.layout.operation}: state: expected one that a call has returned"
+            )
+        return self._closing(self)
+
+    def advanced(
+        self, closed: Tensor | None, closing: Callable[[RecurrentState], Tensor] | None = None
+    ) -> RecurrentState:
+        """Note that :attr:`data` was updated: what :attr:`matrix` is now, or what computes it."""
+        self._closed, self._closing = closed, closing or self._closing
+        return self
+
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, sequences: Tensor | slice) -> RecurrentState:
         """The states of some sequences, in any order: those of beams, for instance. A slice is a view."""
-        return RecurrentState(self.layout, self.data[sequences])
+        return self._with(self.data[sequences])
 
     def clone(self) -> RecurrentState:
         """A copy."""
-        return RecurrentState(self.layout, self.data.clone())
+        return self._with(self.data.clone())
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RecurrentState:
         """The same on a device."""
-        return RecurrentState(self.layout, self.data.to(device, non_blocking=non_blocking))
+        return self._with(self.data.to(device, non_blocking=non_blocking))
 
     def repeat_interleave(self, repeats: int) -> RecurrentState:
         """Each sequence's state `repeats` times in a row."""
-        return RecurrentState(self.layout, self.data.repeat_interleave(repeats, 0))
+        return self._with(self.data.repeat_interleave(repeats, 0))
 
     def copy_(self, other: RecurrentState) -> RecurrentState:
         """Take over the states of `other`, in place."""
         if other.layout != self.layout:
             raise ValueError(f"samebits.{self.layout.operation}: state: expected one of the same layout")
         self.data.copy_(other.data)
-        return self
+        return self.advanced(None)
 
     def cut(self, tokens: int | Tensor) -> RecurrentState:
         """Take the last tokens back, in place. What goes on from here has the bits as if they had never been.
@@ -189,10 +214,13 @@ class RecurrentState:
                 f" {tokens.tolist() if isinstance(tokens, Tensor) else tokens}"
             )
         self.count.copy_(left)
-        return self
+        return self.advanced(None)
+
+    def _with(self, data: Tensor) -> RecurrentState:
+        return RecurrentState(self.layout, data, closing=self._closing)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentState:
-        return RecurrentState(self.layout, copy.deepcopy(self.data, memo))
+        return self._with(copy.deepcopy(self.data, memo))
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{p.name} {list(p.shape)}" for p in self.layout.parts)

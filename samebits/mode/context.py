@@ -17,6 +17,7 @@ from samebits.mode.inductor import compile_exactly, cover_inductor
 from samebits.mode.kernels import register_context
 from samebits.mode.patches import AUTOGRAD_CACHE, asks
 from samebits.mode.recorded import keep
+from samebits.mode.recurrent_layers import cover_recurrent
 from samebits.mode.traced import Traced, show_all_functions
 
 __all__ = ["batch_invariant"]
@@ -93,6 +94,7 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
     register_context()
     cover(_is_on)
     cover_inductor()
+    cover_recurrent(_is_on)
     outermost.context = on_uncovered
     before, first = includes(CONTEXT), torch._C._autograd._get_sequence_nr()
     AUTOGRAD_CACHE.hold()

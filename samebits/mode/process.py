@@ -26,6 +26,7 @@ from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost
 from samebits.mode.exchanged import cover
 from samebits.mode.kernels import register_process
 from samebits.mode.patches import run_eagerly, stance, when_loaded
+from samebits.mode.recurrent_layers import cover_recurrent
 
 __all__ = [
     "disable_batch_invariant_mode",
@@ -60,6 +61,7 @@ class _Switch:
             if on_uncovered is not None and before is None:
                 register_process()
                 cover(is_batch_invariant_mode_enabled)
+                cover_recurrent(is_batch_invariant_mode_enabled)
                 when_loaded(_COMPILER, self.compile_nothing)
             elif on_uncovered is None and before is not None:
                 if self.stance is not None and stance() == "force_eager":  # nobody has changed it since

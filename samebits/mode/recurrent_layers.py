@@ -1,0 +1,271 @@
+"""Recurrent layers of ``transformers``, under the mode: delta rules and lightning attention.
+
+They prefill in chunks that count from a row's start, and decode by another algorithm. So the functions that
+the layers call are changed, once: under the mode they are this library's, whose decoding has the bits of a
+prefill, else their own. Which tokens are a sequence's is known where a model makes its masks, and told to the
+functions by the layer's call that hides padding.
+
+A cache holds ``RecurrentState.data`` where it held a matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from samebits.backends.recurrent import RecurrentState
+from samebits.mode.patches import ChangedError, when_loaded
+from samebits.ops.delta_rule import gated_delta_rule, kda, lightning_attention, state_layout
+
+__all__ = ["cover_recurrent"]
+
+Run = Callable[..., Any]
+
+_DELTA = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+_KDA = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
+_MODULES: dict[str, tuple[str, ...]] = {
+    f"transformers.models.{name}.modeling_{name}": functions
+    for functions, names in {
+        _DELTA: "qwen3_next qwen3_5 qwen3_5_moe qwen4_exp olmo_hybrid",
+        _KDA: "kimi_linear bailing_hybrid",
+        (): "minimax",
+    }.items()
+    for name in names.split()
+}
+"""Modules with such layers, and the functions that the layers call. MiniMax has none."""
+
+_asked: list[Callable[[], bool]] = []
+
+
+def cover_recurrent(is_on: Callable[[], bool]) -> None:
+    """Let the layers run this library's operations while `is_on` says so: now, or when they are loaded."""
+    if is_on in _asked:
+        return
+    if not _asked:
+        for name in _MODULES:
+            if name in sys.modules:
+                _cover(name)
+            else:
+                when_loaded(name, functools.partial(_cover, name))
+    _asked.append(is_on)
+
+
+def _cover(name: str) -> None:
+    module = sys.modules[name]
+    _replace(module, "create_recurrent_attention_mask", _mask)
+    _replace(module, "apply_mask_to_padding_states", _hide_padding)
+    for function in _MODULES[name]:
+        _replace(module, function, _gated_delta_rule if _MODULES[name] is _DELTA else _kda)
+    if not _MODULES[name]:
+        _replace(module.MiniMaxLightningAttention, "forward", _lightning)
+
+
+def _replace(owner: ModuleType | type, name: str, ours: Run) -> None:
+    """Set a function to `ours` under the mode, which gets the function as its first argument."""
+    own = getattr(owner, name, None)
+    if own is None:
+        raise ChangedError(
+            f"samebits.batch_invariant: transformers: {owner.__name__}.{name} is missing; this version of"
+            " transformers has recurrent layers that samebits does not know"
+        )
+    ours = torch.compiler.disable(ours)  # it cannot be traced
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for is_on in _asked:
+            if is_on():
+                return ours(own, *args, **kwargs)
+        return own(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+# ---- which tokens are a sequence's
+
+
+class _Sequences(NamedTuple):
+    """The sequences in the rows of a forward, as arguments of the operations.
+
+    Attributes:
+        start, length: padding on either side.
+        tokens: which of all tokens are a sequence's, if there are others between them.
+        offsets: offsets of packed sequences, among `tokens` if there are any.
+    """
+
+    start: Tensor | None = None
+    length: Tensor | None = None
+    tokens: Tensor | None = None
+    offsets: Tensor | None = None
+
+
+class _Here(threading.local):
+    sequences = _Sequences()
+
+
+_here = _Here()
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what masks say
+
+
+def _mask(own: Run, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of recurrent layers. Packed sequences have one, too."""
+    mask: Tensor | None = own(*args, **kwargs)
+    given = dict(zip(("config", "inputs_embeds", "attention_mask", "past_key_values"), args, strict=False))
+    given |= kwargs
+    positions, embeds = given.get("position_ids"), given["inputs_embeds"]
+    if mask is None and positions is not None and positions.ndim == 2 and embeds.shape[1] > 1:
+        # as attention's masks take them
+        if given.get("attention_mask") is not None or given.get("past_key_values") is not None:
+            return None
+        restarts = positions.diff(dim=1) != 1
+        if not restarts.any():
+            return None
+        batch, tokens = embeds.shape[:2]
+        first = F.pad(restarts, (1, 0), value=True).expand(batch, -1)
+        mask = torch.ones(batch, tokens, dtype=torch.bool, device=embeds.device)
+        starts = first.flatten().nonzero()[:, 0]
+        _known[mask] = _Sequences(offsets=F.pad(starts, (0, 1), value=batch * tokens).to(torch.int32))
+    return mask
+
+
+def _hide_padding(own: Run, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """A layer begins. What it is told of padding is kept for the operation that it calls."""
+    known = attention_mask is not None and attention_mask.shape == hidden_states.shape[:2]
+    _here.sequences = _sequences(attention_mask) if known else _Sequences()  # type: ignore[arg-type]
+    hidden: Tensor = own(hidden_states, attention_mask)
+    return hidden
+
+
+def _sequences(mask: Tensor) -> _Sequences:
+    """What a mask ``[batch, tokens]`` says. This waits for a GPU, once for all layers."""
+    found = _known.get(mask)
+    if found is None:
+        shown = mask != 0
+        numbers, count = shown.to(torch.uint8), shown.count_nonzero(1)
+        start = numbers.argmax(1)
+        if (shown.shape[1] - numbers.flip(1).argmax(1) - start == count).all():
+            found = _Sequences(start.to(torch.int32), (start + count).to(torch.int32))
+        else:
+            offsets = F.pad(count.cumsum(0), (1, 0)).to(torch.int32)
+            found = _Sequences(tokens=shown.flatten().nonzero()[:, 0], offsets=offsets)
+        _known[mask] = found
+    return found  # type: ignore[no-any-return]
+
+
+# ---- the operations
+
+
+def _gated_delta_rule(own: Run, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    return _delta(gated_delta_rule, own, *args, **kwargs)
+
+
+def _kda(own: Run, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    return _delta(kda, own, *args, **kwargs)
+
+
+def _delta(
+    operation: Run,
+    own: Run,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """``torch_chunk_gated_delta_rule`` and the like, of a prefill and of decoding."""
+    if not _computes(operation, query, key, value, g, beta):
+        given = {"initial_state": initial_state, "output_final_state": output_final_state}
+        given |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return own(query, key, value, g=g, beta=beta, **given, **kwargs)  # type: ignore[no-any-return]
+    offsets = next((kwargs[n] for n in ("cu_seqlens", "cu_seq_lens_q") if kwargs.get(n) is not None), None)
+    options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    operands = (query, key, value, g, beta)
+    return _run(operation, operands, initial_state, output_final_state, offsets, options)
+
+
+def _run(
+    operation: Run,
+    operands: tuple[Tensor, ...],
+    initial: Tensor | None,
+    final: bool,
+    offsets: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """An operation on the sequences of this layer's call."""
+    name = operation.__name__
+    q, _, v = operands[:3]
+    state = None
+    if initial is not None:
+        if initial.ndim != 2:
+            raise ValueError(
+                f"samebits.batch_invariant: {name}: the cache has states {list(initial.shape)} that were"
+                " computed outside of the mode; expected a cache that was filled under it"
+            )
+        layout = state_layout(q, v, operation=name, by_channel=operation is kda)
+        state = RecurrentState(layout, initial)
+    told, _here.sequences = _here.sequences, _Sequences()
+    if told.offsets is not None:
+        offsets = told.offsets
+    shape = v.shape
+    if offsets is None:
+        options |= {"key_start": told.start, "key_length": told.length}
+    else:
+        options["cu_seqlens"] = offsets
+        operands = tuple(t.flatten(0, 1)[None] for t in operands)
+        if told.tokens is not None:
+            operands = tuple(t[:, told.tokens] for t in operands)
+    out, after = operation(*operands, initial_state=state, output_final_state=final, **options)
+    if told.tokens is not None:
+        zeros = v.new_zeros((1, shape[0] * shape[1], *shape[2:]))
+        out = zeros.index_copy(1, told.tokens, out)
+    return out.reshape(shape), None if after is None else after.data
+
+
+def _computes(operation: Run, *operands: Tensor) -> bool:
+    """Whether there are kernels: on GPUs not for decays of each channel, and not for gradients."""
+    if not operands[0].is_cuda:
+        return True
+    return operation is not kda and not (torch.is_grad_enabled() and any(t.requires_grad for t in operands))
+
+
+def _lightning(
+    own: Run,
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """``MiniMaxLightningAttention.forward``."""
+    if not _computes(lightning_attention, hidden_states, layer.qkv_proj.weight):
+        return own(  # type: ignore[no-any-return]
+            layer, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+    states = layer.act_fn(layer.qkv_proj(hidden_states))
+    _here.sequences = _Sequences() if attention_mask is None else _sequences(attention_mask)
+    states = states.unflatten(2, (layer.num_attention_heads, 3 * layer.head_dim))
+    operands = states.split(layer.head_dim, dim=3)
+    initial = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
+    decays = -layer.slope_rate.to(torch.float32).flatten()
+    options = {"g_gamma": decays, "scale": 1.0}
+    offsets = kwargs.get("cu_seq_lens_q")
+    out, after = _run(lightning_attention, operands, initial, past_key_values is not None, offsets, options)
+    out = layer.norm(out.flatten(2))
+    out = layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out)
+    if past_key_values is not None:
+        past_key_values.set_linear_cache(layer.layer_idx, after)
+    return out, after

@@ -1,0 +1,141 @@
+"""The kernel of delta rules and linear attention: every schedule has the reference's bits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import samebits
+from samebits.backends import delta
+from samebits.backends.cuda import compiler
+from samebits.backends.cuda import delta as kernels
+from samebits.backends.delta import Delta
+from samebits.backends.recurrent import RecurrentState
+from samebits.backends.reference import delta as reference
+from samebits.contract import FMA, TENSOR_CORE
+from samebits.testing import assert_same_bits
+
+LENGTHS = (70, 0, 5, 130)
+STEPS = (7, 57, 0, 1, 1, 17, 1000)
+"""Tokens of the calls that go on: to a chunk's end, past it, and so on."""
+
+FORMS = [
+    # dtype, tensor core, delta rule, decays, key heads, heads, key size, size
+    (torch.bfloat16, True, True, True, 2, 4, 128, 128),
+    (torch.bfloat16, True, False, True, 1, 1, 64, 40),
+    (torch.float16, True, True, False, 1, 2, 20, 17),
+    (torch.float32, False, True, True, 1, 2, 128, 64),
+    (torch.float32, False, False, False, 1, 1, 24, 24),
+    (torch.bfloat16, False, True, True, 1, 1, 16, 16),
+]
+
+
+@pytest.mark.parametrize("schedule", kernels.catalogue(), ids=str)
+def test_compiles_without_spills(schedule: kernels.Schedule) -> None:
+    options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "vector": True}
+    found = compiler.compile(kernels.kernel_spec(schedule, torch.bfloat16, 128, **options), "sm_90a")
+    assert found.spill_bytes == 0
+    assert found.local_bytes == 0
+
+
+def operands(form: tuple[object, ...], device: str = "cpu") -> Delta:
+    dtype, tensor_core, rule, decays, key_heads, heads, key_size, size = form
+    assert isinstance(dtype, torch.dtype)
+    r = torch.Generator().manual_seed(3)
+    tokens = sum(LENGTHS) + 4
+
+    def normal(*shape: object) -> Tensor:
+        return torch.randn(*shape, generator=r)
+
+    q, k = (torch.nn.functional.normalize(normal(tokens, key_heads, key_size), dim=-1) for _ in range(2))
+    v = normal(tokens, heads, size)
+    g = -normal(tokens, heads).abs() * 0.2 if decays else None
+    beta = normal(tokens, heads).sigmoid() if rule else None
+    initial = normal(len(LENGTHS), heads, key_size, size) * 0.3
+    ends = list(itertools.accumulate(LENGTHS, initial=2))
+    spans = torch.tensor([*itertools.pairwise(ends)], dtype=torch.int32)
+    for t in (q, k, v):  # tokens of no sequence are not read
+        t[[0, 1, -1]] = torch.nan
+    given = [None if t is None else t.to(device) for t in (g, beta, initial, spans)]
+    contract = FMA if not tensor_core else TENSOR_CORE
+    key = contract.key
+    if device == "cpu" and tensor_core:
+        from samebits.backends.cuda import matmul
+
+        key = TENSOR_CORE.on(matmul.family(0)).key
+    moved = (t.to(dtype).to(device) for t in (q, k, v))
+    return Delta(*moved, *given, 0.25, key)  # type: ignore[arg-type]
+
+
+def pieces(run: object, x: Delta) -> tuple[Tensor, Tensor, RecurrentState]:
+    """Results by calls that go on, the last matrices, and the state."""
+    heads, size = x.v.shape[1:]
+    own = delta.layout("delta", heads, x.q.shape[2], size, x.q.dtype, False)
+    device = x.q.device
+    state = RecurrentState(own, sequences=len(x.spans), device=device)
+    state.parts["matrix"].copy_(x.initial)
+    out = torch.full(x.v.shape, torch.nan, dtype=x.v.dtype, device=device)
+    closed = torch.full(state.parts["matrix"].shape, torch.nan, device=device)
+    at = x.spans[:, 0].clone()
+    for step in STEPS:
+        after = torch.minimum(at + step, x.spans[:, 1])
+        part = torch.stack([at, after], 1).to(torch.int32).contiguous()
+        run(  # type: ignore[operator]
+            Delta(x.q, x.k, x.v, x.g, x.beta, None, part, x.scale, x.contract), state.data, out, closed
+        )
+        at = after
+    return out, closed, state
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", kernels.catalogue(), ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedule: kernels.Schedule) -> None:
+    on_cpu, on_gpu = operands(form), operands(form, "cuda")
+    padded = -(-on_gpu.q.shape[2] // 16) * 16
+    if schedule.memory(on_gpu.q.dtype, padded, bool(form[1])) > 227 << 10:
+        pytest.skip("takes more shared memory than there is")
+
+    def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) -> None:
+        kernels.forward(x, state, out, closed, schedule)
+
+    results = []
+    for x, run in ((on_cpu, reference.forward), (on_gpu, forward)):
+        out = torch.full(x.v.shape, torch.nan, dtype=x.v.dtype, device=x.v.device)
+        closed = torch.full(x.initial.shape, torch.nan, device=x.v.device)  # type: ignore[union-attr]
+        run(x, None, out, closed)
+        by_pieces, last, state = pieces(run, x)
+        results.append((out, closed, by_pieces, last, state))
+    for want, got in zip(*(r[:4] for r in results), strict=True):
+        assert_same_bits(got.cpu(), want)
+    want, got = results[0][4], results[1][4]
+    assert got.count.tolist() == want.count.tolist()
+    assert not got.parts["marks"].any()
+    assert_same_bits(got.parts["matrix"].cpu(), want.parts["matrix"])
+    for n, count in enumerate(want.count.int().tolist()):
+        for name in ("keys", "updates", "decays"):
+            assert_same_bits(got.parts[name][n, :, :count].cpu(), want.parts[name][n, :, :count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_public_function_decodes_with_the_bits_of_a_prefill(dtype: torch.dtype) -> None:
+    r = torch.Generator().manual_seed(0)
+    B, T, H, D = 3, 150, 4, 128
+    q, k, v = (torch.randn(B, T, H, D, generator=r).to(dtype) for _ in range(3))
+    g, beta = -torch.rand(B, T, H, generator=r), torch.rand(B, T, H, generator=r)
+    given = [q, k, v, g, beta]
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    want, _ = samebits.gated_delta_rule(*given, **options)
+    x = [t.cuda() for t in given]
+    whole, _ = samebits.gated_delta_rule(*x, **options)
+    assert_same_bits(whole.cpu(), want)
+    found, state = samebits.gated_delta_rule(*(t[:, :100] for t in x), **options)
+    steps = [found]
+    for t in range(100, T):
+        o, state = samebits.gated_delta_rule(*(y[:, t : t + 1] for y in x), initial_state=state, **options)
+        steps.append(o)
+    assert_same_bits(torch.cat(steps, 1), whole)

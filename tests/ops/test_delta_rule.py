@@ -1,0 +1,302 @@
+"""Delta rules and linear attention: a second implementation, rows in any company, states, float64, errors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import samebits
+from samebits import FMA, TENSOR_CORE, RecurrentState
+from samebits.contract import HOPPER
+from samebits.testing import assert_same_bits
+from tests.support.naive_delta import Naive
+
+OPERATIONS = ("gated_delta_rule", "kda", "lightning_attention")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def operands(
+    operation: str,
+    dtype: torch.dtype,
+    batch: int = 2,
+    tokens: int = 70,
+    *,
+    heads: int = 2,
+    key_heads: int = 1,
+    sizes: tuple[int, int] = (16, 8),
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    r = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=r)
+
+    K, V = sizes
+    q, k = (torch.nn.functional.normalize(normal(batch, tokens, key_heads, K), dim=-1) for _ in range(2))
+    given = {"q": q.to(dtype), "k": k.to(dtype), "v": normal(batch, tokens, heads, V).to(dtype)}
+    channels = (K,) if operation == "kda" else ()
+    given["g"] = -torch.rand(batch, tokens, heads, *channels, generator=r) * 0.4
+    if operation != "lightning_attention":
+        given["beta"] = torch.rand(batch, tokens, heads, generator=r)
+    return given
+
+
+def call(operation: str, given: dict[str, Tensor], **options: Any) -> tuple[Tensor, RecurrentState]:
+    found: tuple[Tensor, RecurrentState] = getattr(samebits, operation)(**given, **options)
+    return found
+
+
+def part(given: dict[str, Tensor], rows: Any = slice(None), tokens: Any = slice(None)) -> dict[str, Tensor]:
+    return {name: t[rows][:, tokens] for name, t in given.items()}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "f32"), (torch.bfloat16, "bf16")])
+def test_second_implementation(operation: str, dtype: torch.dtype, name: str) -> None:
+    given = operands(operation, dtype, 1, 67, heads=1, sizes=(3, 2))
+    initial = torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(1))
+    leaves = [t.requires_grad_() for t in (*given.values(), initial)]
+    out, state = call(operation, given, initial_state=initial, output_final_state=True, scale=0.6)
+    seeds = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    of_final = torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(3))
+    got = torch.autograd.grad([out, state.matrix], leaves, [seeds, of_final])
+
+    rows = {k: t[0, :, 0].tolist() for k, t in given.items()}
+    g = rows["g"] if operation == "kda" else [[x] for x in rows["g"]]
+    naive = Naive(
+        rows["q"],
+        rows["k"],
+        rows["v"],
+        g,
+        rows.get("beta"),
+        initial[0, 0].tolist(),
+        float(torch.tensor(0.6)),
+        "FMA" if name == "f32" else "HOPPER",
+        name,
+    )
+    assert_same_bits(out[0, :, 0], torch.tensor([x for c in naive.chunks for x in c.o]).to(dtype))
+    assert_same_bits(state.matrix[0, 0], torch.tensor(naive.final))
+    *want, of_initial = naive.backward(seeds[0, :, 0].tolist(), of_final[0, 0].tolist())
+    if operation != "kda":
+        want[3] = [x for (x,) in want[3]]
+    for have, expected, leaf in zip(got, [*want[: len(got) - 1], of_initial], leaves, strict=True):
+        assert_same_bits(have.reshape(-1), torch.tensor(expected).to(leaf.dtype).reshape(-1))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_cut_gives_the_bits_of_one_prefill(operation: str, dtype: torch.dtype) -> None:
+    given = operands(operation, dtype, tokens=140)
+    whole, final = call(operation, given, output_final_state=True)
+    state = None
+    pieces = []
+    for start, stop in ((0, 7), (7, 63), (63, 64), (64, 65), (65, 66), (66, 128), (128, 140)):
+        o, state = call(
+            operation, part(given, tokens=slice(start, stop)), initial_state=state, output_final_state=True
+        )
+        pieces.append(o)
+    assert_same_bits(torch.cat(pieces, 1), whole)
+    assert_same_bits(state.matrix, final.matrix)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_has_the_same_bits_in_any_company(operation: str, dtype: torch.dtype) -> None:
+    """Alone, in a batch beside NaN, packed, with padding on either side: results and gradients."""
+    lengths = (70, 33, 65)
+    rows = [operands(operation, dtype, 1, n, seed=n) for n in lengths]
+    longest = max(lengths) + 5
+    seeds = [torch.randn(1, n, 2, 8, generator=torch.Generator().manual_seed(n)).to(dtype) for n in lengths]
+
+    def run(given: dict[str, Tensor], seed: Tensor, **options: Any) -> list[Tensor]:
+        leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
+        out, state = call(operation, leaves, output_final_state=True, **options)
+        gradients = torch.autograd.grad(out, [*leaves.values()], seed)
+        return [out.detach(), *gradients, state.matrix.detach()]
+
+    def padded(t: Tensor, left: int) -> Tensor:
+        out = torch.full((1, longest, *t.shape[2:]), math.nan, dtype=t.dtype)
+        out[:, left : left + t.shape[1]] = t
+        return out
+
+    alone = [run(x, s) for x, s in zip(rows, seeds, strict=True)]
+    start = torch.tensor([3, longest - 33, 0])
+    batch = {
+        name: torch.cat([padded(x[name], a) for x, a in zip(rows, start.tolist(), strict=True)])
+        for name in rows[0]
+    }
+    seed = torch.cat([padded(s, a) for s, a in zip(seeds, start.tolist(), strict=True)])
+    length = start + torch.tensor(lengths)
+    together = run(batch, seed, key_start=start, key_length=length)
+    packed = run(
+        {name: torch.cat([x[name] for x in rows], 1) for name in rows[0]},
+        torch.cat(seeds, 1),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+    )
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    for n, want in enumerate(alone):
+        a, b = start[n], length[n]
+        for i, x in enumerate(want[:-1]):
+            assert_same_bits(together[i][n : n + 1, a:b], x)
+            assert_same_bits(packed[i][:, ends[n] - lengths[n] : ends[n]], x)
+            outside = torch.cat([together[i][n, :a], together[i][n, b:]])
+            assert_same_bits(outside, torch.zeros_like(outside))
+        assert_same_bits(together[-1][n : n + 1], want[-1])
+        assert_same_bits(packed[-1][n : n + 1], want[-1])
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_states_are_cut_copied_and_reordered(operation: str) -> None:
+    given = operands(operation, torch.bfloat16, tokens=75)
+    _, state = call(operation, part(given, tokens=slice(0, 70)), output_final_state=True)
+    more = part(given, tokens=slice(70, 75))
+    want, after = call(operation, more, initial_state=state.clone(), output_final_state=True)
+    assert state.count.tolist() == [6, 6]
+
+    junk = operands(operation, torch.bfloat16, tokens=3, seed=9)
+    call(operation, junk, initial_state=state, output_final_state=True)
+    got, again = call(operation, more, initial_state=state.cut(3), output_final_state=True)
+    assert again is state
+    assert_same_bits(got, want)
+    assert_same_bits(again.matrix, after.matrix)
+    with pytest.raises(ValueError, match="cut: expected from 0 to as many tokens as the open chunk"):
+        state.cut(12)
+
+    order = torch.tensor([1, 1, 0])
+    beams = after[order]
+    next_one = operands(operation, torch.bfloat16, tokens=1, seed=5)
+    single, _ = call(operation, next_one, initial_state=after)
+    assert_same_bits(call(operation, part(next_one, order), initial_state=beams)[0], single[order])
+    both = after.repeat_interleave(2)
+    assert len(both) == 4
+    assert_same_bits(both.data[::2], after.data)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, 5e-7), (torch.bfloat16, 4e-3), (torch.float16, 6e-4)]
+)
+def test_accuracy_against_float64(operation: str, dtype: torch.dtype, error: float) -> None:
+    given = operands(operation, dtype, 1, 200, sizes=(32, 32))
+    out, state = call(operation, given, output_final_state=True)
+    x = {name: t[0].double() for name, t in given.items()}
+    matrix, found = torch.zeros(2, 32, 32, dtype=torch.float64), []
+    for t in range(200):
+        decay = x["g"][t].exp()
+        matrix = matrix * (decay[..., None] if operation == "kda" else decay[:, None, None])
+        u = x["v"][t]
+        if "beta" in x:
+            u = x["beta"][t][:, None] * (u - torch.einsum("d,hde->he", x["k"][t, 0], matrix))
+        matrix = matrix + x["k"][t, 0][:, None] * u[:, None]
+        found.append(torch.einsum("d,hde->he", x["q"][t, 0], matrix) * 32**-0.5)
+
+    def relative(a: Tensor, b: Tensor) -> float:
+        return float((a.double() - b).norm() / b.norm())
+
+    assert relative(out[0], torch.stack(found)) < error
+    assert relative(state.matrix[0], matrix) < error
+
+
+def test_gamma_is_a_decay_for_each_head() -> None:
+    given = operands("lightning_attention", torch.float32)
+    gamma = torch.tensor([-0.1, -0.7])
+    given["g"] = gamma.expand(2, 70, 2)
+    want, _ = call("lightning_attention", given)
+    del given["g"]
+    assert_same_bits(call("lightning_attention", given, g_gamma=gamma)[0], want)
+    with pytest.raises(ValueError, match="g_gamma: expected a value for each head"):
+        call("lightning_attention", given, g_gamma=gamma[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_queries_of_length_1(dtype: torch.dtype) -> None:
+    given = operands("gated_delta_rule", dtype)
+    given["q"], given["k"] = given["q"] * 3, given["k"] * 5
+    leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
+    out, _ = call("gated_delta_rule", leaves, use_qk_l2norm_in_kernel=True)
+    normal = {
+        n: (t.double() / (t.double().square().sum(-1, keepdim=True) + 1e-6).sqrt()).to(dtype)
+        if n in ("q", "k")
+        else t
+        for n, t in given.items()
+    }
+    want, _ = call("gated_delta_rule", normal)
+    torch.testing.assert_close(out, want, atol=2e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
+    (dq,) = torch.autograd.grad(out.float().sum(), leaves["q"])
+    along = (dq.double() * given["q"].double()).sum(-1)
+    assert float(along.abs().max()) < (0.05 if dtype == torch.bfloat16 else 1e-5)  # length has no gradient
+
+
+def test_contracts_and_autocast() -> None:
+    given = operands("gated_delta_rule", torch.bfloat16)
+    tensor_core, state = call("gated_delta_rule", given, output_final_state=True)
+    assert_same_bits(call("gated_delta_rule", given, contract=TENSOR_CORE.on(HOPPER))[0], tensor_core)
+    _, by_fma = call("gated_delta_rule", given, contract=FMA, output_final_state=True)
+    assert (by_fma.matrix != state.matrix).any()
+    wide = {n: t.float() for n, t in given.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(call("gated_delta_rule", wide)[0], tensor_core)
+
+
+def bad(**changes: Any) -> Any:
+    given = operands("gated_delta_rule", torch.float32)
+    return {name: change(given[name]) if name in given else change for name, change in changes.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (bad(k=lambda t: t[..., :8]), "q, k: expected .* of one shape"),
+        (bad(v=lambda t: t[:, :5]), "v: expected"),
+        (
+            bad(q=lambda t: t.repeat(1, 1, 3, 1), k=lambda t: t.repeat(1, 1, 3, 1)),
+            "a multiple of the 3 heads",
+        ),
+        (bad(g=lambda t: t[..., 0]), "g: expected shape"),
+        (bad(beta=lambda t: t[:1]), "beta: expected shape"),
+        (bad(scale=math.inf), "scale: expected a finite number"),
+        (bad(cu_seqlens=torch.tensor([0, 70])), "expected a batch of 1 with cu_seqlens"),
+        (bad(key_start=torch.tensor([0, 71])), "key_start: expected values in"),
+        (bad(key_start=torch.tensor([0])), "key_start: expected shape"),
+        (bad(initial_state=torch.zeros(2, 2, 16, 9)), "initial_state: expected shape"),
+        (bad(v=lambda t: t.double()), "v: expected bfloat16, float16 or float32"),
+        (bad(q=lambda t: t.to(torch.bfloat16)), "k: expected torch.bfloat16 like q"),
+        (bad(beta=lambda t: None), "beta: expected a Tensor"),
+    ],
+)
+def test_errors(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = operands("gated_delta_rule", torch.float32) | changes
+    with pytest.raises((TypeError, ValueError), match=rf"samebits\.gated_delta_rule: .*{message}"):
+        samebits.gated_delta_rule(**given)
+
+
+def test_states_of_other_calls_are_refused() -> None:
+    given = operands("gated_delta_rule", torch.float32)
+    _, state = call("gated_delta_rule", given, output_final_state=True)
+    with pytest.raises(ValueError, match="initial_state: expected a state of such heads"):
+        call("gated_delta_rule", operands("gated_delta_rule", torch.bfloat16), initial_state=state)
+    with pytest.raises(ValueError, match="initial_state: expected 1 sequences, got 2"):
+        call("gated_delta_rule", part(given, slice(0, 1)), initial_state=state)
+    with pytest.raises(ValueError, match="state: expected shape"):
+        RecurrentState(state.layout, state.data[:, 1:])
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operators(operation: str) -> None:
+    given = operands(operation, torch.float32, 1, 4)
+    x = [t.flatten(0, 1).requires_grad_() for t in given.values()]
+    if operation == "lightning_attention":
+        x.append(None)  # type: ignore[arg-type]
+    spans = torch.tensor([[0, 4]], dtype=torch.int32)
+    initial = torch.zeros(1, 2, 16, 8, requires_grad=True)
+    args = (*x, initial, None, spans, 0.5, True, FMA.key)
+    torch.library.opcheck(torch.ops.samebits.delta.default, args)
+    state = torch.zeros(
+        1, samebits.ops.delta_rule.state_layout(given["q"], given["v"], by_channel=operation == "kda").words
+    )
+    plain = [None if t is None else t.detach() for t in x]
+    torch.library.opcheck(torch.ops.samebits.delta_.default, (*plain, state, spans, 0.5, False, FMA.key))
