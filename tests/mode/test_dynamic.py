@@ -140,6 +140,8 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", GROUPS)
 def test_one_graph_takes_all_batches(name: str) -> None:
     calls = GROUPS[name]
+    if "upsample_linear1d" in calls and torch.__version__.startswith("2.11."):
+        pytest.skip("PyTorch 2.11 refuses sizes that a tensor beside the graph has")
     torch._dynamo.reset()
 
     def f(x: Tensor) -> dict[str, Any]:
