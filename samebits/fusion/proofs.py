@@ -30,6 +30,12 @@ from samebits.fusion.probe import (
 
 __all__ = ["Forms"]
 
+
+def _exactly(proven: Sequence[Kind]) -> bool:
+    """Whether a form is proven in float32, too: rounding to 16 bits hides most of what differs before."""
+    return any(kind[1] == torch.float32 for kind in proven)
+
+
 # ---- norms
 
 
@@ -54,6 +60,7 @@ def _prove_norm(form: Norm, module: nn.Module, device: torch.device) -> tuple[No
     weight = form._weight(module)
     size = 64 if weight is None else len(weight)
     own, proven, after_sum, why = form.kind.forward, [], [], ""
+    of_sum = ""
     if not _is_norm(form, module, device, size):
         return form, ""
     kinds = [(d, w) for d in DTYPES for w in ({d, torch.float32} if weight is not None else {None})]
@@ -61,7 +68,7 @@ def _prove_norm(form: Norm, module: nn.Module, device: torch.device) -> tuple[No
         kind = (device.type, dtype, of_weight)
         trial = replace(form, proven=(kind,), after_sum=(kind,))
         norm, add = trial.norm(), trial.sum()
-        given = {"x": rows((2, 9, size), dtype, device, 2)}
+        given = {"x": rows((2, 33, size), dtype, device, 2)}
         if weight is not None and of_weight is not None:
             given["weight"] = weights(weight.detach().to(device), of_weight, 3)
 
@@ -86,11 +93,14 @@ def _prove_norm(form: Norm, module: nn.Module, device: torch.device) -> tuple[No
         except DiffersError as error:
             why = f"in {name_of(dtype)}, {error}"
         try:
-            both = given | {"other": rows((2, 9, size), dtype, device, 4)}
+            both = given | {"other": rows((2, 33, size), dtype, device, 4)}
             compare(partial(summed, own_sum), partial(summed, add), both)
             after_sum.append(kind)
-        except DiffersError:
-            pass
+        except DiffersError as error:
+            if dtype == torch.float32:
+                of_sum = f"in float32, {error}"
+    if not _exactly(after_sum):
+        return form, of_sum or why
     form = replace(form, proven=tuple(proven), after_sum=tuple(after_sum))
     if proven:
         form = replace(form, fused=subclass(form.kind, "forward", form.norm()))
@@ -153,7 +163,7 @@ def _prove_gate(act: Callable[..., Any], device: torch.device) -> tuple[Gate | N
                 pass
             except Exception:  # it is no function of one tensor
                 return None, why
-        if len(proven) > (len(best.proven) if best else 0):
+        if _exactly(proven) and len(proven) > (len(best.proven) if best else 0):
             best = Gate(kind, activation, tuple(proven))
     return best, why
 
@@ -190,7 +200,7 @@ def _prove_gate_of_experts(module: Any, device: torch.device) -> tuple[GateOfExp
                 why = str(error) if "fails" in str(error) else why
             except Exception:  # the own code
                 continue
-        if len(proven) > (len(best.proven) if best else 0):
+        if _exactly(proven) and len(proven) > (len(best.proven) if best else 0):
             best = replace(form, proven=tuple(proven))
     return best, why
 
@@ -232,7 +242,7 @@ def _prove_rotary(own: Callable[..., Any], device: torch.device) -> tuple[Rotary
         ]
         best = max(trials, key=lambda trial: len(_kinds_of_rotary(trial, device, DTYPES[:2], (4,), cases)))
         proven = _kinds_of_rotary(best, device, DTYPES, (3, 4), cases)
-        if proven:
+        if _exactly(proven):
             return replace(best, proven=proven), ""
     return None, why
 
