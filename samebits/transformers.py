@@ -3,20 +3,26 @@
 ``transformers`` asks twice. Once in a forward, the *mask function* is told which keys queries see. Then every
 layer calls the *attention function*, and hands over what the mask function returned. That has to be a tensor
 of four dimensions: models, ``torch.compile`` and moves to other devices let nothing else through. So
-:func:`_mask` returns one of these, and their dtypes tell :func:`_attention` which:
+:func:`_mask` returns one of these, and their dtypes tell :func:`attention_function` which:
 
-* int32, and int8 with padding: :class:`_Spans`, where a causal or full pattern, a window, padding and packed
+* int32, and int8 with padding: :class:`Spans`, where a causal or full pattern, a window, padding and packed
   sequences say it all;
-* uint8: a mask, for all else.
+* bool: a mask, for all else, and for models that may change it.
 
-Masks of other dtypes are the user's or the model's own.
+Other masks are the user's or the model's own.
 
-A layer of experts calls its *experts function* (:func:`_experts`) with the tokens of all sequences as rows.
+A layer of experts calls its *experts function* (:func:`experts_function`) with the tokens of all sequences as
+rows.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -29,8 +35,18 @@ from samebits.mode.arguments import without_autocast
 from samebits.mode.fp8_layers import fp8_experts
 from samebits.ops.attention import attention
 from samebits.ops.experts import Routed, experts
+from samebits.remedies import see
 
-__all__ = ["register"]
+__all__ = [
+    "attention_function",
+    "begins_later",
+    "device_of",
+    "experts_function",
+    "packed_by",
+    "register",
+    "spans_of",
+    "spans_of_padding",
+]
 
 
 def register() -> None:
@@ -76,26 +92,65 @@ def register() -> None:
       just before. Elsewhere, and under ``torch.compile``, all tokens are one sequence. Routers and shared
       experts are not part of this: they are products of rows, which are one sequence.
 
+    Under :class:`samebits.batch_invariant` models have these bits however they were loaded: see "Models of
+    transformers" in ``docs/mode.md``.
+
     Raises:
         ImportError: ``transformers`` is not installed.
+        ValueError: later, for a model whose layers compute attention themselves, as it is loaded with
+            ``attn_implementation="samebits"``.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:  # an older version, in which layers of experts have one form
         pass
     else:
-        ALL_EXPERTS_FUNCTIONS.register("samebits", _experts)
+        ALL_EXPERTS_FUNCTIONS.register("samebits", experts_function)
     try:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     except ImportError:
         pass
     else:
         ALL_FP8_EXPERTS_FUNCTIONS.register("samebits", fp8_experts)
-    AttentionInterface.register("samebits", _attention)
+    if "samebits" not in AttentionInterface._global_mapping:
+        own = PreTrainedModel.get_correct_attn_implementation
+        PreTrainedModel.get_correct_attn_implementation = _refusing(own)  # type: ignore[method-assign]
+    AttentionInterface.register("samebits", attention_function)
     # It looks into functions, which cannot be traced.
     AttentionMaskInterface.register("samebits", torch.compiler.disable(_mask))
+
+
+def _refusing(own: Callable[..., str]) -> Callable[..., str]:
+    """A model's check of its ``attn_implementation``, with an error if its layers would not ask for it."""
+
+    @functools.wraps(own)
+    def get_correct_attn_implementation(self: Any, requested_attention: Any, *args: Any, **named: Any) -> str:
+        if requested_attention == "samebits" and not _asks_for_attention(
+            type(self).__module__, self._can_set_attn_implementation()
+        ):
+            raise ValueError(
+                f"samebits.transformers: {type(self).__name__}: attn_implementation: its layers compute"
+                ' attention themselves and cannot take "samebits"; load it without, and run it under'
+                " samebits.batch_invariant" + see("attention-of-its-own")
+            )
+        return own(self, requested_attention, *args, **named)
+
+    return get_correct_attn_implementation
+
+
+@functools.cache
+def _asks_for_attention(module: str, follows: bool) -> bool:
+    """Whether models of a module ask for attention, or have none of their own, as `transformers` says.
+
+    It says so of those, too, that look it up in a table of classes.
+    """
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return follows
+    return follows and re.search(r"^\w*ATTENTION_CLASSES = \{", source, re.MULTILINE) is None
 
 
 class _Flag(enum.IntFlag):
@@ -106,7 +161,7 @@ class _Flag(enum.IntFlag):
     DROPPED = enum.auto()
 
 
-class _Spans(NamedTuple):
+class Spans(NamedTuple):
     """Which keys queries see, in the arguments of :func:`samebits.attention`.
 
     Attributes:
@@ -144,7 +199,7 @@ class _Spans(NamedTuple):
         return values[:, None, None].expand(-1, 1 + flags, 2 + self.left, -1)
 
     @classmethod
-    def unpack(cls, t: Tensor, keys: int) -> _Spans:
+    def unpack(cls, t: Tensor, keys: int) -> Spans:
         """From such a tensor, for so many slots of keys."""
         flags, left = _Flag(t.shape[1] - 1), t.shape[2] - 2
         spans = cls(_Flag.CAUSAL in flags, left, dropped=_Flag.DROPPED in flags)
@@ -161,12 +216,26 @@ class _Spans(NamedTuple):
         )
 
     @property
+    def plain(self) -> bool:
+        """Whether it is a pattern alone, and no window that goes both ways."""
+        parts = (self.start, self.length, self.padding, self.offsets)
+        return not self.dropped and all(t is None for t in parts) and (self.causal or self.left < 0)
+
+    @property
     def window(self) -> tuple[int, int]:
         return self.left, 0 if self.causal else self.left
 
 
 _NUMBERS = 8
 """Bytes of a start and a length."""
+
+
+def begins_later(told: Tensor) -> bool:
+    """Whether a packed :class:`Spans` hides keys before others that it shows, in any row."""
+    spans = Spans.unpack(told, told.shape[-1] - _NUMBERS)
+    if spans.dropped or spans.padding is not None or spans.offsets is not None:
+        return True
+    return spans.start is not None and bool((spans.start > 0).any())
 
 
 # ---- the mask function
@@ -179,25 +248,64 @@ def _mask(**asked: Any) -> Tensor:
     included. ``attention_mask`` is indexed by positions. Lengths are integers; ``q_offset`` may be on the
     device.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import sdpa_mask
 
-    batch, keys, dropped = asked["batch_size"], asked["kv_length"], asked.get("kv_offset", 0)
-    padding = asked.get("attention_mask")
-    if "q_length" in asked:
-        queries, offset, device = asked["q_length"], asked.get("q_offset", 0), asked.get("device", "cpu")
-    else:  # older versions
-        at = asked["cache_position"]
-        queries, offset, device = len(at), at[0], at.device
-    pattern = _pattern(asked.get("mask_function", causal_mask_function), asked.get("local_size"))
-    spans = (
-        None if pattern is None else _spans(pattern, batch, queries, keys, offset, dropped, padding, device)
-    )
-    if spans is not None:
-        return spans.pack(batch, device)
+    spans = spans_of(asked)
+    if spans is not None and not (_may_change(asked) and spans.left < 0 and spans.offsets is None):
+        return spans.pack(asked["batch_size"], device_of(asked))
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     seen: Any = sdpa_mask(**asked | whole)
-    mask: Tensor = seen.view(torch.uint8)
-    return mask
+    assert isinstance(seen, Tensor)  # it skips none
+    return seen
+
+
+def _may_change(asked: dict[str, Any]) -> bool:
+    """Whether a model wants a mask in any case: it selects keys by it. Without a window that changes no bit.
+
+    With a static cache masks are made in any case, too, for graphs that read them.
+    """
+    static = isinstance(asked.get("q_offset"), Tensor)
+    return not asked.get("allow_is_causal_skip", True) and (
+        not static or hasattr(asked.get("config"), "index_topk")
+    )
+
+
+def spans_of(asked: dict[str, Any]) -> Spans | None:
+    """What a mask function is asked for, or None if spans cannot tell it."""
+    from transformers.masking_utils import causal_mask_function
+
+    pattern = _pattern(asked.get("mask_function", causal_mask_function), asked.get("local_size"))
+    if pattern is None:
+        return None
+    if "q_length" in asked:
+        queries, offset = asked["q_length"], asked.get("q_offset", 0)
+    else:  # older versions
+        queries, offset = len(asked["cache_position"]), asked["cache_position"][0]
+    sizes = asked["batch_size"], queries, asked["kv_length"], offset, asked.get("kv_offset", 0)
+    return _spans(pattern, *sizes, asked.get("attention_mask"), device_of(asked))
+
+
+def spans_of_padding(padding: Tensor, causal: bool, window: int | None, queries: int) -> Tensor | None:
+    """What tells of padding ``[batch, keys]``, where the last query has the last key. None: nothing can."""
+    batch, keys = padding.shape
+    pattern = causal, -1 if window is None else window - 1, None
+    found = _spans(pattern, batch, queries, keys, keys - queries, 0, padding, padding.device)
+    return None if found is None else found.pack(batch, padding.device)
+
+
+def packed_by(position_ids: Tensor | None) -> Tensor | None:
+    """The offsets of sequences that are packed into a row, if these positions ``[1, tokens]`` begin anew."""
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    if position_ids is None or position_ids.ndim != 2:
+        return None
+    segments = find_packed_sequence_indices(position_ids)
+    return None if segments is None else _offsets(segments)
+
+
+def device_of(asked: dict[str, Any]) -> Any:
+    """Where a mask is to be made."""
+    return asked.get("device", "cpu") if "q_length" in asked else asked["cache_position"].device
 
 
 def _spans(
@@ -209,20 +317,20 @@ def _spans(
     dropped: int,
     padding: Tensor | None,
     device: torch.device | str,
-) -> _Spans | None:
+) -> Spans | None:
     """A pattern with these sizes, offsets and padding, or None if spans cannot tell it."""
     causal, left, segments = pattern
     if segments is not None:
         if dropped or padding is not None or keys != queries:
             return None
-        return _Spans(causal, left, offsets=_offsets(segments.expand(batch, -1)))
+        return Spans(causal, left, offsets=_offsets(segments.expand(batch, -1)))
     if not causal:
         aligned = isinstance(offset, int) and offset == 0 and queries == keys
         if dropped or (left >= 0 and not aligned):
             return None
         shown = None if padding is None else _of_keys(padding, keys)
         start, length, shown = _without_gaps(shown)
-        return _Spans(False, left, start, length, shown)
+        return Spans(False, left, start, length, shown)
     if dropped and not 0 <= left <= keys - queries:
         return None  # queries would see keys that are not there
     used = offset + queries - dropped
@@ -245,7 +353,7 @@ def _spans(
         length = torch.full((batch,), used, dtype=torch.int32, device=device)
     if start is not None and length is not None:
         start = torch.minimum(start, length)  # the padding may show a row's first key before there is one
-    return _Spans(True, left, start, length, shown, dropped=dropped > 0)
+    return Spans(True, left, start, length, shown, dropped=dropped > 0)
 
 
 def _of_keys(padding: Tensor, keys: int) -> Tensor:
@@ -331,7 +439,7 @@ def _offsets(segments: Tensor) -> Tensor:
 # ---- the attention function
 
 
-def _attention(
+def attention_function(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -355,15 +463,14 @@ def _attention(
     if attention_mask is not None and attention_mask.dtype not in (torch.int32, torch.int8):
         if cu_seq_lens_q is not None:
             raise ValueError("samebits.transformers: attention_mask: expected none with cu_seq_lens_q")
-        mask = attention_mask.view(torch.bool) if attention_mask.dtype == torch.uint8 else attention_mask
-        return _attend(q, k, v, mask=_with_bias(mask, position_bias), **options), None
+        return _attend(q, k, v, mask=_with_bias(attention_mask, position_bias), **options), None
     if attention_mask is not None:
-        spans = _Spans.unpack(attention_mask, k.shape[1])
+        spans = Spans.unpack(attention_mask, k.shape[1])
     else:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if sliding_window is not None and not causal:
             raise ValueError("samebits.transformers: sliding_window: expected none without a mask or causal")
-        spans = _Spans(causal, -1 if sliding_window is None else sliding_window - 1)
+        spans = Spans(causal, -1 if sliding_window is None else sliding_window - 1)
     options |= {"window": spans.window, "mask": position_bias}
     offsets = (spans.offsets, spans.offsets) if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
     if offsets[0] is not None:
@@ -413,7 +520,9 @@ def _with_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
 # ---- the experts function
 
 
-def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_function(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """A layer of experts, as ``transformers.integrations.moe`` has them. Results are ``[tokens, hidden]``."""
     count = module.num_experts
     if getattr(module, "_is_expert_parallel", False):  # slots of other processes have numbers from `count` on

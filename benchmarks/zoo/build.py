@@ -205,10 +205,10 @@ def model_class(name: str, kind: str) -> type[nn.Module]:
     raise KeyError(name)
 
 
-def build(name: str, kind: str, attention: str, dtype: torch.dtype, device: str, ours: bool = False) -> Any:
-    """A model with random weights: no two layers alike, none zero.
+def build(name: str, kind: str, dtype: torch.dtype, device: str, fp8: bool) -> Any:
+    """A model with random weights, loaded as by default: no two layers alike, none zero.
 
-    For PyTorch, models in FP8 stay in `dtype`: it has no FP8 products on a CPU.
+    Models in FP8 stay in `dtype` without `fp8`: PyTorch has no such products on a CPU.
     """
     if name in UNBUILT:
         raise ValueError(UNBUILT[name])
@@ -219,9 +219,7 @@ def build(name: str, kind: str, attention: str, dtype: torch.dtype, device: str,
     torch.manual_seed(zlib.crc32(name.encode()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: Any = cls._from_config(config, attn_implementation=attention)
-        if ours:
-            model.set_experts_implementation("samebits")
+        model: Any = cls._from_config(config)
     with torch.no_grad():
         for p in model.parameters():
             noise = torch.randn(p.shape)
@@ -230,6 +228,6 @@ def build(name: str, kind: str, attention: str, dtype: torch.dtype, device: str,
             else:
                 p.add_(noise.to(p.dtype) * 0.5 / math.sqrt(p[0].numel()))
     model = model.to(dtype)
-    if ours and name.endswith(IN_FP8):
+    if fp8 and name.endswith(IN_FP8):
         model = in_fp8(model)
     return model.to(device).eval()

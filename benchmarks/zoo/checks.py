@@ -19,11 +19,10 @@ import numba
 import torch
 from torch import Tensor
 
-import samebits.transformers
 from benchmarks.zoo.lora import add_adapters
 from benchmarks.zoo.models import Model
 from benchmarks.zoo.overrides import LORA, NOT_APPLICABLE
-from benchmarks.zoo.reasons import ATTENTION, CHUNKS, POSITIONS, RECURRENT, STEPS, WHOLE
+from benchmarks.zoo.reasons import CHUNKS, POSITIONS, STEPS, WHOLE
 from samebits import batch_invariant
 from samebits.mode import UncoveredError
 from samebits.testing import bits, pattern
@@ -41,7 +40,8 @@ class Verdict:
     """Of one check.
 
     Attributes:
-        state: "passes", "differs", "not applicable", "uncovered" or "fails".
+        state: "passes", "differs", "not applicable", "reported" (padding on the left, by a model that has
+            attention of its own), "uncovered" or "fails".
         torch: PyTorch's largest difference, over the largest value.
         samebits: the same under the mode.
         said: what differs, or why there is no result.
@@ -106,7 +106,7 @@ def static(m: Model) -> Pairs:
 
 def generate(m: Model) -> Pairs:
     items = m.items[2:]
-    if asked(m, "left padding"):  # of one length
+    if asked(m, "left padding") or not m.pads_left:  # of one length
         items = [items[1], {k: v.flip(0) for k, v in items[1].items()}]
     for i, (item, row) in enumerate(zip(items, m.generate(items, NEW), strict=True)):
         yield f"row {i}", m.generate([item], NEW)[0], row
@@ -185,8 +185,6 @@ def asked(m: Model, check: str) -> str:
         return "takes no mask"
     if check == "left padding" and m.name in STEPS:
         return CHUNKS
-    if check == "left padding" and m.attention == "eager" and m.name not in RECURRENT:
-        return ATTENTION
     if check in ("decode", "static cache", "generate") and m.kind in ("encoder", "vision"):
         return "does not decode"
     if check == "checkpointing" and not m.net.supports_gradient_checkpointing:
@@ -213,7 +211,9 @@ def check(name: str, theirs: Model, ours: Model) -> Verdict:
         with batch_invariant(on_uncovered="error"):
             mine, said, finite = _compare(run(ours))
     except UncoveredError as error:
-        return Verdict("uncovered", drift, None, str(error).split(": ", 1)[1].split(" is not covered")[0])
+        said = str(error).split(": ", 1)[1].split(" is not covered")[0]
+        ours.pads_left = name != "left padding"
+        return Verdict("uncovered" if ours.pads_left else "reported", drift, None, said)
     except Exception as error:
         return Verdict("fails", drift, None, _said(error))
     if not finite:
@@ -261,12 +261,14 @@ def results(name: str, kind: str, device: str, only: tuple[str, ...] = ()) -> di
     """
     warnings.simplefilter("ignore")
     try:
-        plain, own = attention(name, kind, device)
+        m = Model(name, kind, torch.float32, device)
+        m.forward(m.short[:1])
     except Exception as error:
         return {"name": name, "kind": kind, "unbuilt": _said(error)}
-    found: dict[str, Any] = {"name": name, "attention": own, "checks": {}}
+    attention = m.net.config._attn_implementation
+    found: dict[str, Any] = {"name": name, "attention": attention, "checks": {}}
     for dtype in (torch.float32, torch.bfloat16):
-        theirs, ours = Model(name, kind, plain, dtype, device), Model(name, kind, own, dtype, device, True)
+        theirs, ours = Model(name, kind, dtype, device), Model(name, kind, dtype, device, fp8=True)
         found["kind"], found["class"] = ours.kind, type(ours.net).__name__
         seen: dict[str, Any] = {}
         for name_of, wide in found["checks"].get("float32", dict.fromkeys(CHECKS)).items():
@@ -291,33 +293,10 @@ def _short(v: Verdict) -> Any:
     return said | {k: x for k, x in drift.items() if x is not None}
 
 
-def attention(name: str, kind: str, device: str) -> tuple[str, str]:
-    """The implementations of attention that a model has: PyTorch's, and the one for the mode."""
-
-    def tried(implementation: str) -> Model:
-        m = Model(name, kind, implementation, torch.float32, device)
-        m.forward(m.short[:1])
-        return m
-
-    try:
-        tried("sdpa")
-        plain = "sdpa"
-    except Exception:
-        tried("eager")
-        plain = "eager"
-    try:
-        own = tried("samebits")
-        asks = plain == "sdpa" or own.net._supports_attention_backend
-        return plain, "samebits" if asks else plain
-    except Exception:
-        return plain, plain
-
-
 def serve(pipe: Any, device: str, sources: str) -> None:
     """Writes the results of each architecture that is asked for. It is the whole of a process."""
     torch.set_num_threads(1)
     numba.set_num_threads(1)
-    samebits.transformers.register()
     while (job := _received(pipe)) is not None:
         name, kind, path = job
         start = time.monotonic()

@@ -33,16 +33,15 @@ class Model:
     ``items`` are the inputs of forwards, ``short`` those of backwards.
     """
 
-    def __init__(
-        self, name: str, kind: str, attention: str, dtype: torch.dtype, device: str, ours: bool = False
-    ) -> None:
-        self.net = build(name, kind, attention, dtype, device, ours)
-        self.name, self.attention, self.dtype, self.device = name, attention, dtype, device
+    def __init__(self, name: str, kind: str, dtype: torch.dtype, device: str, fp8: bool = False) -> None:
+        self.net = build(name, kind, dtype, device, fp8)
+        self.name, self.dtype, self.device = name, dtype, device
         config = self.net.config
         self.kind = kind
         if kind == "encoder-decoder" and not config.is_encoder_decoder:
             self.kind = "causal"
         self.known: dict[tuple[int, str], Tensor] = {}  # results of items alone
+        self.pads_left = True  # unless that is reported
         self.takes = set(inspect.signature(self.net.forward).parameters)
         self.random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         text = config.get_text_config(decoder=True)

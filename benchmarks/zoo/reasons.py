@@ -4,8 +4,7 @@ from __future__ import annotations
 
 POSITIONS = "positions count from the row's start"
 CHUNKS = "its chunks count from the row's start"
-ATTENTION = "attention of its own, whose sums count from the row's start"
-FROM_THE_START = POSITIONS, CHUNKS, ATTENTION
+FROM_THE_START = POSITIONS, CHUNKS
 """Why padding on the left is not checked: it may change bits."""
 
 STEPS: dict[str, str] = {

@@ -65,11 +65,11 @@ def _drift(found: Found, dtype: str, only: tuple[str, ...]) -> str:
 
 def _padded_on_the_right_alone(found: Found) -> bool:
     results = [checks.get("left padding") for checks in found.get("checks", {}).values()]
-    return any((r["said"] if isinstance(r, dict) else r) in FROM_THE_START for r in results)
+    return any(r in FROM_THE_START or (isinstance(r, dict) and r["state"] == "reported") for r in results)
 
 
 def _other(result: Any) -> bool:
-    return isinstance(result, dict) and result["state"] == "not applicable"
+    return isinstance(result, dict) and result["state"] in ("not applicable", "reported")
 
 
 def _cell(found: Found, group: tuple[str, ...]) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "into_out",
     "outermost",
     "report",
+    "report_by_name",
     "returned",
     "state",
     "watched",
@@ -127,12 +128,19 @@ def returned(result: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     return result if any(result is x for x in (*args, *named.values())) else as_no_view(result)
 
 
-def report(func: Callable[..., Any], outermost: OnUncovered) -> None:
+def report_by_name(what: str) -> None:
+    """Report what is no operator, in this thread's mode."""
+    report(what, outermost.process or outermost.context)
+
+
+def report(func: Callable[..., Any] | str, outermost: OnUncovered) -> None:
     """Warn or raise, as the innermost context in this thread says, or else `outermost`."""
     what = state.on_uncovered or outermost
     if what == "ignore":
         return
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, str):
+        name = func
+    elif isinstance(func, torch._ops.OpOverload):
         packet = func._schema.name.replace("::", ".")
         name = packet if name_of(func) == packet else f"{name_of(func)} ({packet})"
     else:

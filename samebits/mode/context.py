@@ -14,6 +14,7 @@ from samebits.mode import fp8_layers, state_space_layers  # noqa: F401 - they re
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost, state
 from samebits.mode.exchanged import cover
 from samebits.mode.inductor import compile_exactly, cover_inductor
+from samebits.mode.interfaces import cover_interfaces
 from samebits.mode.kernels import register_context
 from samebits.mode.patches import AUTOGRAD_CACHE, asks
 from samebits.mode.recorded import keep
@@ -95,6 +96,7 @@ def _included(on_uncovered: OnUncovered) -> Iterator[None]:
     cover(_is_on)
     cover_inductor()
     cover_recurrent(_is_on)
+    cover_interfaces()
     outermost.context = on_uncovered
     before, first = includes(CONTEXT), torch._C._autograd._get_sequence_nr()
     AUTOGRAD_CACHE.hold()

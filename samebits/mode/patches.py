@@ -45,8 +45,12 @@ __all__ = [
     "asks",
     "called_by_engine",
     "changed",
+    "expect",
     "install",
+    "install_when_loaded",
+    "names_in",
     "place",
+    "replace",
     "run_eagerly",
     "stance",
     "when_loaded",
@@ -57,7 +61,7 @@ Undo = Callable[[], object]
 
 
 class ChangedError(RuntimeError):
-    """PyTorch's internals are not what samebits knows. The message says which, and what to do."""
+    """Internals of PyTorch or `transformers` are not what samebits knows. The message says which."""
 
 
 class _Asks:
@@ -77,6 +81,9 @@ class _Asks:
 asks = _Asks()
 
 
+TESTED_WITH = {"transformers": "5.17.0 and 5.23.0"}
+
+
 class _Trial(threading.local):
     """The trial that runs in this thread.
 
@@ -92,7 +99,7 @@ class _Trial(threading.local):
 _trial = _Trial()
 
 
-def _expect(right: bool, what: str) -> None:
+def expect(right: bool, what: str) -> None:
     if not right:
         raise ChangedError(what)
 
@@ -149,17 +156,17 @@ def _try_keys() -> None:
         seen: list[Any] = []
         with _kernel(torch.ops.aten.relu.default, key, lambda: None, seen):
             x.relu()
-            _expect(not seen, f"{NAMES[key]}: a kernel runs in threads that have not included the key")
+            expect(not seen, f"{NAMES[key]}: a kernel runs in threads that have not included the key")
             include(key, True)
             try:
                 y = x.neg().relu()
             finally:
                 include(key, False)
-        _expect(len(seen) == 1, f"{NAMES[key]}: a kernel there is not called")
-        _expect(y.grad_fn is not None, f"{NAMES[key]}: the key is below autograd")
+        expect(len(seen) == 1, f"{NAMES[key]}: a kernel there is not called")
+        expect(y.grad_fn is not None, f"{NAMES[key]}: the key is below autograd")
     for higher in torch._ops._higher_order_ops.values():
         stops = higher.non_fallthrough_keys.has(CONTEXT) and CONTEXT not in higher.py_kernels
-        _expect(not stops, "HigherOrderOperator: it does not fall through")
+        expect(not stops, "HigherOrderOperator: it does not fall through")
 
 
 def _nothing() -> Undo:
@@ -186,9 +193,9 @@ def _try_kernels() -> None:
         got = op(one, two)
     finally:
         library._destroy()
-    _expect(len(seen) == 1 and got.equal(want), "torch.library: a kernel at a backend's key is not called")
+    expect(len(seen) == 1 and got.equal(want), "torch.library: a kernel at a backend's key is not called")
     op(one, two)
-    _expect(len(seen) == 1, "torch.library: a kernel stays when its library is destroyed")
+    expect(len(seen) == 1, "torch.library: a kernel stays when its library is destroyed")
 
 
 # ---- Autograd's engine, and its nodes ----
@@ -250,7 +257,7 @@ def _try_backwards() -> None:
     _trial.seen = seen
     for start in (x.sum().backward, lambda: torch.autograd.grad(x.sum(), x, allow_unused=True)):
         start()
-    _expect(seen == [_CALLERS[0]] * 2, "Variable._execution_engine: backwards do not ask it")
+    expect(seen == [_CALLERS[0]] * 2, "Variable._execution_engine: backwards do not ask it")
 
 
 def _try_engine() -> None:
@@ -264,9 +271,9 @@ def _try_engine() -> None:
     _trial.of_engine = True
     torch.autograd.backward(y, ones)
     by_engine = [where for found, where in seen if found]
-    _expect(len(by_engine) > 0, "autograd's engine does not call kernels as expected")
-    _expect(len(by_engine) < len(seen), "kernels called by Python and by autograd's engine look alike")
-    _expect(set(by_engine) == {place(y.grad_fn)}, "torch._C._current_autograd_node: another node")
+    expect(len(by_engine) > 0, "autograd's engine does not call kernels as expected")
+    expect(len(by_engine) < len(seen), "kernels called by Python and by autograd's engine look alike")
+    expect(set(by_engine) == {place(y.grad_fn)}, "torch._C._current_autograd_node: another node")
 
 
 _HEAD = object.__basicsize__
@@ -299,7 +306,7 @@ class _Doubled(torch.autograd.Function):
 
 
 def _try_places() -> None:
-    _expect(_NUMBER > 0, "torch._C._functions: nodes are laid out in another way")
+    expect(_NUMBER > 0, "torch._C._functions: nodes are laid out in another way")
     found: list[set[int]] = []
 
     def record() -> None:
@@ -309,11 +316,11 @@ def _try_places() -> None:
         places = [place(node) for node in nodes]
         found.append({thread for thread, _ in places})
         numbers = [node._sequence_nr() for node in nodes if not isinstance(node, _CPP)]
-        _expect([n for _, n in places[:-1]] == numbers, "Node.sequence_nr: it lies elsewhere")
+        expect([n for _, n in places[:-1]] == numbers, "Node.sequence_nr: it lies elsewhere")
 
     for _ in range(2):
         _in_a_thread(record)
-    _expect(
+    expect(
         len(found[0]) == len(found[1]) == 1 and found[0] != found[1] and 0 not in found[0] | found[1],
         "Node.thread_id: it lies elsewhere",
     )
@@ -357,10 +364,10 @@ def _keep_contexts() -> Undo:
     return lambda: put(forward, init)
 
 
-def _names(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """What code asks for by name, and the functions in it."""
     inner = [c for c in code.co_consts if isinstance(c, CodeType)]
-    return {*code.co_names}.union(*map(_names, inner))
+    return {*code.co_names}.union(*map(names_in, inner))
 
 
 def _try_checkpoints() -> None:
@@ -369,16 +376,16 @@ def _try_checkpoints() -> None:
     _trial.seen = seen
     x = torch.ones(2, requires_grad=True, device="cpu")
     node: Any = CheckpointFunction.apply(torch.exp, False, x).grad_fn
-    _expect(not seen, "CheckpointFunction: the forward runs what is to run again")
+    expect(not seen, "CheckpointFunction: the forward runs what is to run again")
     node.run_function(x)
-    _expect(seen == [torch.exp], "CheckpointFunction: what runs again is not asked for")
+    expect(seen == [torch.exp], "CheckpointFunction: what runs again is not asked for")
     frame: Any = _CheckpointFrame(torch.neg, False, None, None)
     frame.recompute_fn(x)
-    _expect(seen == [torch.exp, torch.neg], "_CheckpointFrame: what runs again is not asked for")
+    expect(seen == [torch.exp, torch.neg], "_CheckpointFrame: what runs again is not asked for")
     functions = (inspect.unwrap(f) for f in vars(torch.utils.checkpoint).values() if inspect.isfunction(f))
-    made = any("_CheckpointFrame" in _names(f.__code__) for f in functions)
-    run = "recompute_fn" in _names(_checkpoint_hook.__init__.__code__)
-    _expect(made and run, "_CheckpointFrame: it is not used")
+    made = any("_CheckpointFrame" in names_in(f.__code__) for f in functions)
+    run = "recompute_fn" in names_in(_checkpoint_hook.__init__.__code__)
+    expect(made and run, "_CheckpointFrame: it is not used")
 
 
 # ---- Settings ----
@@ -401,7 +408,7 @@ def _avoid_fast_paths() -> Undo:
 def _try_fast_paths() -> None:
     for layer in (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention):
         asked = {*inspect.unwrap(layer.forward).__code__.co_names}
-        _expect("get_fastpath_enabled" in asked, f"{layer.__name__}.forward: it asks for no fast path")
+        expect("get_fastpath_enabled" in asked, f"{layer.__name__}.forward: it asks for no fast path")
 
 
 class Held:
@@ -446,7 +453,7 @@ AUTOGRAD_CACHE = Held(_autograd_cache, _set_autograd_cache)
 def _try_autograd_cache() -> None:
     AUTOGRAD_CACHE.hold()
     try:
-        _expect(_autograd_cache() is False, "torch._functorch.config.enable_autograd_cache")
+        expect(_autograd_cache() is False, "torch._functorch.config.enable_autograd_cache")
     finally:
         AUTOGRAD_CACHE.release()
 
@@ -470,7 +477,7 @@ def run_eagerly() -> Any:
     """Let compiled functions run eagerly. Returns a context to leave for what was before."""
     try:
         before = torch.compiler.set_stance("force_eager")
-        _expect(stance() == "force_eager", "torch.compiler.set_stance")
+        expect(stance() == "force_eager", "torch.compiler.set_stance")
     except (AttributeError, ChangedError) as error:
         raise changed("torch.compiler.set_stance", error) from error
     return before
@@ -538,7 +545,7 @@ def _try_modules() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     finally:
         del _finder.calls[name]
-    _expect(len(seen) > 0, "sys.meta_path: its finders are not asked")
+    expect(len(seen) > 0, "sys.meta_path: its finders are not asked")
 
 
 # ---- All of them ----
@@ -571,6 +578,8 @@ PATCHES = (
 
 _lock = threading.Lock()
 _undos: list[Undo] = []
+_others: dict[str, ChangedError | None] = {}
+"""Modules for which changes were made, or why they could not be made."""
 
 
 def install() -> None:
@@ -580,36 +589,99 @@ def install() -> None:
         ChangedError: PyTorch does not work as expected. Nothing is changed then.
     """
     with _lock:
-        if _undos:
+        if not _undos:
+            _make(PATCHES)
+
+
+def _make(patches: Sequence[Patch], library: str = "PyTorch") -> None:
+    """Make changes and try them out: all of them, or none."""
+    before = len(_undos)
+    try:
+        for patch in patches:
+            _alone(patch.of, lambda patch=patch: _undos.append(patch.make()), library)  # type: ignore[misc]
+            _alone(patch.of, patch.try_out, library)
+    except BaseException:
+        while len(_undos) > before:
+            _undos.pop()()
+        raise
+
+
+def install_when_loaded(module: str, patches: Sequence[Patch]) -> None:
+    """Make changes in a library beside PyTorch: now, or once this module of it is loaded.
+
+    Raises:
+        ChangedError: it does not work as expected. Nothing in it is changed then.
+    """
+    error = _others.get(module)
+    if error is not None:
+        raise error
+    if module in _others:
+        return
+    if module not in sys.modules:
+        when_loaded(module, _once_loaded(module, patches))
+        return
+    with _lock:
+        if module in _others:
             return
         try:
-            for patch in PATCHES:
-                _alone(patch.of, lambda patch=patch: _undos.append(patch.make()))  # type: ignore[misc]
-                _alone(patch.of, patch.try_out)
-        except BaseException:
-            uninstall()
+            _make(patches, module.partition(".")[0])
+            _others[module] = None
+        except ChangedError as error:
+            _others[module] = error
             raise
+
+
+@functools.cache
+def _once_loaded(module: str, patches: Sequence[Patch]) -> Callable[[], None]:
+    def loaded() -> None:
+        try:
+            install_when_loaded(module, patches)
+        except ChangedError:
+            if asks.in_mode():  # otherwise, when it is entered again
+                raise
+
+    return loaded
 
 
 def uninstall() -> None:
     """Undo all changes."""
     while _undos:
         _undos.pop()()
+    _others.clear()
     _Engine.tried = False
 
 
-def _alone(of: str, function: Callable[[], object]) -> None:
-    """Run it in a thread of its own. Whatever it raises means that PyTorch has changed."""
+def replace(of: Any, name: str, value: Any) -> Undo:
+    """Set an attribute. Returns what sets it back, or removes it where it was inherited."""
+    if name not in vars(of):
+        setattr(of, name, value)
+        return lambda: delattr(of, name)
+    before = vars(of)[name]
+    setattr(of, name, value)
+    return lambda: setattr(of, name, before)
+
+
+def _alone(of: str, function: Callable[[], object], library: str = "PyTorch") -> None:
+    """Run it in a thread of its own. Whatever it raises means that the library has changed.
+
+    Not for another library: this thread may be loading it, and another would wait for that.
+    """
     try:
-        _in_a_thread(function)
+        if library == "PyTorch":
+            _in_a_thread(function)
+        else:
+            function()
     except Exception as error:
-        raise changed(of, error) from error
+        raise changed(of, error, library) from error
 
 
-def changed(of: str, error: Exception) -> ChangedError:
+def changed(of: str, error: Exception, library: str = "PyTorch") -> ChangedError:
+    version, tested = torch.__version__, TESTED
+    if library != "PyTorch":
+        version, tested = sys.modules[library].__version__, TESTED_WITH[library]
     return ChangedError(
-        f"samebits: PyTorch {torch.__version__} differs from the versions that samebits was"
-        f" tested with ({TESTED}) in what the mode relies on, {of}: {type(error).__name__}: {error}. Use"
+        f"samebits: {library} {version} differs from the versions that samebits was"
+        f" tested with ({tested}) in what the mode relies on, {of}: {type(error).__name__}: {error}. Use"
         " one of them, or another release of samebits" + see("pytorch-has-changed")
     )
 

@@ -24,6 +24,7 @@ from samebits.contexts import Context
 from samebits.mode import fp8_layers, state_space_layers  # noqa: F401 - they register what is exchanged
 from samebits.mode.calls import OnUncovered, check_on_uncovered, outermost
 from samebits.mode.exchanged import cover
+from samebits.mode.interfaces import cover_interfaces
 from samebits.mode.kernels import register_process
 from samebits.mode.patches import run_eagerly, stance, when_loaded
 from samebits.mode.recurrent_layers import cover_recurrent
@@ -62,6 +63,7 @@ class _Switch:
                 register_process()
                 cover(is_batch_invariant_mode_enabled)
                 cover_recurrent(is_batch_invariant_mode_enabled)
+                cover_interfaces()
                 when_loaded(_COMPILER, self.compile_nothing)
             elif on_uncovered is None and before is not None:
                 if self.stance is not None and stance() == "force_eager":  # nobody has changed it since

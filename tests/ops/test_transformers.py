@@ -73,7 +73,7 @@ def sequences(device: str = "cpu") -> list[Tensor]:
 
 @pytest.fixture
 def told() -> list[torch.dtype]:
-    """The dtypes of what the mask function tells: int32 and int8 for spans, uint8 for masks."""
+    """The dtypes of what the mask function tells: int32 and int8 for spans, bool for masks."""
     found: list[torch.dtype] = []
 
     def mask(**asked: Any) -> Tensor:
@@ -268,11 +268,11 @@ def test_another_pattern_beside_a_cache_that_dropped_keys() -> None:
 
     module = torch.nn.Module()
     whole, few = asks(0, 0), asks(380, first)
-    want, _ = integration._attention(module, q, k, v, whole)
+    want, _ = integration.attention_function(module, q, k, v, whole)
     rows = slice(380, tokens)
-    assert whole.dtype == few.dtype == torch.uint8
-    got, _ = integration._attention(module, q[:, :, rows], k[:, :, first:], v[:, :, first:], few)
-    assert not whole.view(torch.bool)[:, 0, rows, :first].any()
+    assert whole.dtype == few.dtype == torch.bool
+    got, _ = integration.attention_function(module, q[:, :, rows], k[:, :, first:], v[:, :, first:], few)
+    assert not whole[:, 0, rows, :first].any()
     assert_same_bits(got, want[:, rows])
 
 
@@ -399,6 +399,16 @@ def test_packed_rows_in_chunks() -> None:
             model(tokens, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
 
 
+@pytest.mark.parametrize("kind", ["Bloom", "Falcon", "GPTJ", "GPTNeo", "Mpt", "XGLM", "CodeGen", "Git"])
+def test_a_model_with_attention_of_its_own_is_not_loaded(kind: str) -> None:
+    model, config = getattr(transformers, f"{kind}Model"), getattr(transformers, f"{kind}Config")()
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match=rf"{kind}Model: attn_implementation: .*load it"),
+    ):
+        model._from_config(config, attn_implementation="samebits")
+
+
 def test_registering_twice_changes_nothing() -> None:
     interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
     before = [interface().valid_keys() for interface in interfaces]
@@ -414,4 +424,4 @@ def test_refusals() -> None:
     with pytest.raises(NotImplementedError, match="dropout"):
         build("Llama", attention_dropout=0.1).train()(tokens)
     with pytest.raises(NotImplementedError, match="output_attentions"):
-        integration._attention(model, *(torch.zeros(1, 1, 1, 4),) * 3, None, output_attentions=True)
+        integration.attention_function(model, *(torch.zeros(1, 1, 1, 4),) * 3, None, output_attentions=True)
