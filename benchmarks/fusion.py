@@ -139,17 +139,12 @@ def measure(name: str, kind: str, device: str) -> dict[str, Any]:
     from benchmarks.zoo.models import Model
     from samebits import fuse
 
-    try:
-        model = Model(name, kind, attention := "sdpa", torch.float32, device)
-    except ValueError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise
-        model = Model(name, kind, attention := "eager", torch.float32, device)
+    model = Model(name, kind, torch.float32, device)
     net, model.short = model.net, [model._item(17, 12), model._item(9, 7)]
     weights = {n: t.clone() for n, t in (*net.named_parameters(), *net.named_buffers())}
     fusion = fuse(model.net, model.batch(model.short), loss=True)
     found: dict[str, Any] = {
-        "attention": attention,
+        "attention": model.net.config._attn_implementation,
         "fused": [
             {"module": f.kind, "what": f.what, "count": len(f.names), "dtypes": [*map(_name, f.dtypes)]}
             for f in fusion.fused

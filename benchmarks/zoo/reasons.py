@@ -20,8 +20,6 @@ STEPS: dict[str, str] = {
 WHOLE = {"recurrent_gemma", "rwkv"}
 """Models whose prefill cannot go on from a cache: it is in one piece."""
 
-RECURRENT = {"mamba", "mamba2", "falcon_mamba"}
-"""Models without attention."""
 
 TOLD = {"bamba"}
 """Models that count positions from the start of a chunk, unless they are told."""

@@ -461,7 +461,7 @@ def _own_attention(model: nn.Module, implementation: str) -> str:
     """
     from transformers.modeling_utils import PreTrainedModel
 
-    todo = [*model.children()]
+    todo: list[Any] = [*model.children()]
     while todo:
         layer = todo.pop()
         if isinstance(layer, PreTrainedModel):

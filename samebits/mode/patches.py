@@ -578,8 +578,8 @@ PATCHES = (
 
 _lock = threading.Lock()
 _undos: list[Undo] = []
-_others: dict[str, ChangedError | None] = {}
-"""Modules for which changes were made, or why they could not be made."""
+_others: dict[str, list[Undo] | ChangedError] = {}
+"""Modules for which changes were made: their undos, or why they could not be made."""
 
 
 def install() -> None:
@@ -590,20 +590,23 @@ def install() -> None:
     """
     with _lock:
         if not _undos:
-            _make(PATCHES)
+            _make(PATCHES, _undos)
 
 
-def _make(patches: Sequence[Patch], library: str = "PyTorch") -> None:
+def _make(patches: Sequence[Patch], undos: list[Undo], library: str = "PyTorch") -> None:
     """Make changes and try them out: all of them, or none."""
-    before = len(_undos)
     try:
         for patch in patches:
-            _alone(patch.of, lambda patch=patch: _undos.append(patch.make()), library)  # type: ignore[misc]
+            _alone(patch.of, lambda patch=patch: undos.append(patch.make()), library)  # type: ignore[misc]
             _alone(patch.of, patch.try_out, library)
     except BaseException:
-        while len(_undos) > before:
-            _undos.pop()()
+        _undo(undos)
         raise
+
+
+def _undo(undos: list[Undo]) -> None:
+    while undos:
+        undos.pop()()
 
 
 def install_when_loaded(module: str, patches: Sequence[Patch]) -> None:
@@ -612,10 +615,10 @@ def install_when_loaded(module: str, patches: Sequence[Patch]) -> None:
     Raises:
         ChangedError: it does not work as expected. Nothing in it is changed then.
     """
-    error = _others.get(module)
-    if error is not None:
-        raise error
-    if module in _others:
+    done = _others.get(module)
+    if isinstance(done, ChangedError):
+        raise done
+    if done is not None:
         return
     if module not in sys.modules:
         when_loaded(module, _once_loaded(module, patches))
@@ -623,9 +626,10 @@ def install_when_loaded(module: str, patches: Sequence[Patch]) -> None:
     with _lock:
         if module in _others:
             return
+        undos: list[Undo] = []
         try:
-            _make(patches, module.partition(".")[0])
-            _others[module] = None
+            _make(patches, undos, module.partition(".")[0])
+            _others[module] = undos
         except ChangedError as error:
             _others[module] = error
             raise
@@ -645,9 +649,11 @@ def _once_loaded(module: str, patches: Sequence[Patch]) -> Callable[[], None]:
 
 def uninstall() -> None:
     """Undo all changes."""
-    while _undos:
-        _undos.pop()()
+    for done in _others.values():
+        if not isinstance(done, ChangedError):
+            _undo(done)
     _others.clear()
+    _undo(_undos)
     _Engine.tried = False
 
 

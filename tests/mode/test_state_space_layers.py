@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     """Of channels; of heads, whose steps have gates; of several scans in a layer; of convolutions alone."""
     samebits.transformers.register()
     attention = "eager" if request.param == "mamba" else "samebits"
-    return build(request.param, "causal", attention, BF16, "cpu", True)
+    return build(request.param, "causal", BF16, "cpu", False)
 
 
 def ids(tokens: int, seed: int = 0) -> Tensor:
