@@ -25,8 +25,6 @@ LENGTHS = (11, 6, 17)
 @pytest.fixture(scope="module", params=["mamba", "falcon_h1", "zamba", "lfm2"])
 def model(request: pytest.FixtureRequest) -> Any:
     """Of channels; of heads, whose steps have gates; of several scans in a layer; of convolutions alone."""
-    samebits.transformers.register()
-    attention = "eager" if request.param == "mamba" else "samebits"
     return build(request.param, "causal", BF16, "cpu", False)
 
 
