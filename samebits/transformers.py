@@ -329,7 +329,8 @@ def _spans(
         if dropped or (left >= 0 and not aligned):
             return None
         shown = None if padding is None else _of_keys(padding, keys)
-        start, length, shown = _without_gaps(shown)
+        # A window that goes both ways counts from a query's own slot: `key_length` would move the queries.
+        start, length, shown = (None, None, shown) if left >= 0 else _without_gaps(shown)
         return Spans(False, left, start, length, shown)
     if dropped and not 0 <= left <= keys - queries:
         return None  # queries would see keys that are not there

@@ -423,8 +423,8 @@ _KNOWN = dict.fromkeys(
 }
 """Architectures whose bits depend on padding or on the cache, by their own code, and what in it does that."""
 
-_SHIFTS = {"moss_transcribe_diarize"}
-"""Those whose positions count from a row's padded start."""
+_SHIFTS = {"moss_transcribe_diarize", "squeezebert"}
+"""Those whose positions, or sums in layers that look otherwise, count from a row's padded start."""
 
 _BY_NAME = {*_KNOWN, *_SHIFTS} | {
     *"""
@@ -454,7 +454,7 @@ def _shows_after_hiding(mask: Tensor) -> bool:
     return bool((shown[:, 1:] & ~shown[:, :-1]).any())
 
 
-def _own_attention(model: nn.Module, implementation: str) -> str:
+def _own_attention(model: Any, implementation: str) -> str:
     """The name of a layer in which a model computes attention without asking, or an empty string.
 
     Models in a model are looked at as they are called.
@@ -466,8 +466,9 @@ def _own_attention(model: nn.Module, implementation: str) -> str:
         layer = todo.pop()
         if isinstance(layer, PreTrainedModel):
             continue
-        if _computes_attention(type(layer), implementation):
-            return type(layer).__name__
+        kind: Any = type(layer)
+        if _computes_attention(kind, implementation):
+            return str(kind.__name__)
         todo += layer.children()
     return ""
 
