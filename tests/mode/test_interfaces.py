@@ -418,3 +418,28 @@ def test_each_row_of_a_masked_batch_has_the_bits_that_it_has_alone(
                 out = model(tokens[:, start:end], past_key_values=cache, use_cache=True, **options)
                 steps.append(out.logits)
     assert_same_bits(torch.cat(steps, 1)[shown], found[0].detach()[shown], f"decoding, {what}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["sdpa", "eager", "samebits"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_window_that_goes_both_ways_is_not_moved_by_padding(side: str, form: str) -> None:
+    samebits.transformers.register()
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(
+        **{"vocab_size": 60, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "local_attention": 16, "pad_token_id": 0, "initializer_range": 0.4},
+        **{"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    )
+    model = transformers.ModernBertModel._from_config(config, attn_implementation=form).eval()
+    some = sequences()
+    tokens, mask, positions, at = padded(some, side)
+    own = transformers.ModernBertModel._from_config(config, attn_implementation="sdpa").eval()
+    own.load_state_dict(model.state_dict())
+    options = {"attention_mask": mask, "position_ids": positions}
+    want = own(tokens, **options)[0]
+    with CONTEXT("error"):
+        got = model(tokens, **options)[0]
+        for row, s in enumerate(some):
+            assert_same_bits(got[row, at[row]], model(s[None])[0][0], f"{row}")
+            torch.testing.assert_close(got[row, at[row]], want[row, at[row]], rtol=1e-3, atol=1e-3)
