@@ -122,7 +122,7 @@ def architectures(data: Found) -> str:
         f" them, in float32 and bfloat16. {len(unchecked)} could not be checked ({names_unchecked})."
         f" Of {one_side} of those that pass (‡) padding was checked on the right only:"
         " attention of their own, chunks or positions count from the row's start, so padding on the left may"
-        " change their bits.",
+        " change their bits, and is reported where it is attention's.",
         _table([*passing, *failing, *unchecked]),
         "† decodes by another algorithm than it prefills by: its decoding alone is compared with its decoding"
         " in a batch. "
