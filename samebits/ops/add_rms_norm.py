@@ -235,7 +235,7 @@ def _backward(
     found, terms = _gradient(grad, grad_sum, s, weight, *ctx.options, bool(needed[2]))
     of_weight = None
     if needed[2] and weight is not None:
-        of_weight = sum_over_broadcast(terms, weight.shape).to(weight.dtype)
+        of_weight = sum_over_broadcast(terms, weight.shape, weight.dtype)
     return *(found if needed[i] else None for i in (0, 1)), of_weight, None, None, None, None
 
 

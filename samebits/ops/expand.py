@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samebits.backends import chosen_backend, same_shape
 from samebits.ops._operator import Operator, without_modes
-from samebits.ops._rows import backend
+from samebits.ops._rows import backend, rounded
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -40,19 +40,24 @@ class _Expand(torch.autograd.Function):
         return sum_over_broadcast(grad, ctx.shape), None
 
 
-def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
+def sum_to(grad: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """The sum in `dtype`, by default that of `grad`."""
+    dtype = dtype or grad.dtype
     sizes = (1,) * (grad.ndim - len(shape)) + tuple(shape)
     summed = [d for d in range(grad.ndim) if sizes[d] == 1 and grad.shape[d] != 1]
     if not summed:
-        return grad.reshape(tuple(shape)).clone(memory_format=torch.contiguous_format)
+        same = grad.reshape(tuple(shape))
+        if dtype != grad.dtype:
+            return rounded(same, dtype).contiguous()
+        return same.clone(memory_format=torch.contiguous_format)
     total = grad
     if summed[-1:] == [grad.ndim - 1]:
-        dtype = grad.dtype if len(summed) == 1 else torch.float32
+        of_rows = dtype if len(summed) == 1 else torch.float32
         # In the order of memory, rows need no copy: each is by itself.
         order = sorted(range(grad.ndim - 1), key=grad.stride, reverse=True)
         turned = grad.permute(*order, grad.ndim - 1)
         total = backend(grad).row_sum(
-            turned.reshape(math.prod(grad.shape[:-1]), grad.shape[-1]), False, dtype
+            turned.reshape(math.prod(grad.shape[:-1]), grad.shape[-1]), False, of_rows
         )
         total = total.view(*turned.shape[:-1], 1).permute(*(order.index(d) for d in range(grad.ndim - 1)), -1)
         del summed[-1]
@@ -61,23 +66,26 @@ def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
         columns = total.permute(*summed, *kept).reshape(
             math.prod(grad.shape[d] for d in summed), math.prod(shape)
         )
-        total = backend(grad).column_sum(columns, grad.dtype)
+        total = backend(grad).column_sum(columns, dtype)
     return total.reshape(tuple(shape)).contiguous()
 
 
-def _fake(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    return grad.new_empty(tuple(shape))
+def _fake(grad: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    return grad.new_empty(tuple(shape), dtype=dtype)
 
 
-sum_over_broadcast = Operator("sum_to(Tensor grad, SymInt[] shape) -> Tensor", cpu=sum_to, fake=_fake)
+sum_over_broadcast = Operator(
+    "sum_to(Tensor grad, SymInt[] shape, ScalarType? dtype=None) -> Tensor", cpu=sum_to, fake=_fake
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.shape = inputs[0].shape
+    x, *others = inputs
+    ctx.shape, ctx.dtype, ctx.others = x.shape, x.dtype, len(others)
 
 
-def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None]:
-    return expand(grad, ctx.shape), None
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    return expand(grad, ctx.shape).to(ctx.dtype), *(None,) * ctx.others
 
 
 sum_over_broadcast.register_autograd(_backward, setup_context=_setup_context)

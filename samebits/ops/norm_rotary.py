@@ -204,7 +204,7 @@ def _backward(
             if g is not None and needed[i]:
                 grads[i] = found[i]
             if g is not None and needed[2 + i]:
-                grads[2 + i] = sum_over_broadcast(found[2 + i], weight.shape).to(weight.dtype)
+                grads[2 + i] = sum_over_broadcast(found[2 + i], weight.shape, weight.dtype)
     return *grads, None
 
 

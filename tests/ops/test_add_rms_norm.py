@@ -216,6 +216,23 @@ def test_rows_know_nothing_of_each_other(device: str, dtype: torch.dtype) -> Non
 
 
 @on_devices
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "of_weight"), [(BF16, BF16), (F16, F16), (F32, BF16), (BF16, F16)], ids=str
+)
+def test_nan_of_a_weights_gradient(
+    device: str, dtype: torch.dtype, of_weight: torch.dtype, rows: int
+) -> None:
+    """It is canonical, where PyTorch's rounding of a sum in float32 gives what a device likes."""
+    x = case("normal", (rows, 40), dtype, device)
+    x[0] = torch.nan
+    weight = torch.ones(40, dtype=of_weight, device=device, requires_grad=True)
+    y = samebits.add_rms_norm(x, None, weight, rounding="once")
+    (found,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    assert (found.view(torch.int16) == 0x7FFF).all()
+
+
+@on_devices
 @in_dtypes
 @pytest.mark.parametrize("n", [64, 130])
 def test_in_place(device: str, dtype: torch.dtype, n: int) -> None:

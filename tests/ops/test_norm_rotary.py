@@ -105,6 +105,18 @@ def test_positions_and_places(device: str, dtype: torch.dtype, head: int, dim: i
         assert_same_bits(a, b[1:, 2:])
 
 
+@on_devices
+def test_nan_of_weights_gradients(device: str) -> None:
+    """Of positions that tables do not have: it is canonical."""
+    q, k = (case("normal", (2, heads, 16), BF16, device).requires_grad_() for heads in (2, 1))
+    weights = [torch.ones(16, dtype=BF16, device=device, requires_grad=True) for _ in range(2)]
+    cos, sin = (case("normal", (5, 8), BF16, device, seed) for seed in (1, 2))
+    at = torch.tensor([3, 5], device=device)
+    turned = norm_rotary(q, k, *weights, cos, sin, positions=at, **FORMS["once"])
+    for of in torch.autograd.grad(turned, weights, [torch.ones_like(t) for t in turned]):
+        assert (of.view(torch.int16) == 0x7FFF).all()
+
+
 def attention(family: str) -> tuple[nn.Module, Callable[..., Any]]:
     """A norm of heads, and the function that turns them."""
     module: Any = importlib.import_module(f"transformers.models.{family}.modeling_{family}")

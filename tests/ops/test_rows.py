@@ -453,6 +453,7 @@ OPCHECKS: list[tuple[Any, Callable[[], tuple[Any, ...]]]] = [
     (OPS.row_sum, lambda: (torch.randn(3, 5, requires_grad=True), True)),
     (OPS.divided, lambda: (torch.randn(3, requires_grad=True), 7)),
     (OPS.sum_to, lambda: (torch.randn(2, 3, 5, requires_grad=True), (3, 1))),
+    (OPS.sum_to, lambda: (torch.randn(2, 3, 5, requires_grad=True), (3, 1), torch.bfloat16)),
     (OPS.softmax, lambda: (torch.randn(3, 5, requires_grad=True), False)),
     (OPS.softmax, lambda: (torch.randn(3, 5, requires_grad=True), True)),
     (OPS.softmax_backward, lambda: (torch.randn(3, 5), torch.rand(3, 5), False)),

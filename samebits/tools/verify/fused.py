@@ -165,7 +165,7 @@ def _norm_gradients_shared(
         of_r, terms = kernels.add_rms_norm_backward(
             of_y, of_sum, total, weight, _EPS, offset, once, True, **how
         )
-        found += [of_r, sum_over_broadcast(terms, weight.shape).to(weight.dtype)]
+        found += [of_r, sum_over_broadcast(terms, weight.shape, weight.dtype)]
     return tuple(found)
 
 

@@ -69,11 +69,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_backward(const __gri
         gate[j] = limit == INF || gate[j] <= limit ? of_gate : 0.0f;
     }
     if constexpr (FORM == ALTERNATING) {
-        // Autograd adds gradients of slices to zeros: -0 becomes +0.
+        // Autograd adds gradients of slices, which are rounded, to zeros: -0 becomes +0.
         float both[2 * VECTOR];
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j)
-            both[2 * j] = __fadd_rn(gate[j], 0.0f), both[2 * j + 1] = __fadd_rn(up[j], 0.0f);
+        for (int j = 0; j < VECTOR; ++j) {
+            both[2 * j] = __fadd_rn(rounded_to<In>(gate[j]), 0.0f);
+            both[2 * j + 1] = __fadd_rn(rounded_to<In>(up[j]), 0.0f);
+        }
         In::Stored* to = p.of_gate + row * p.of_gate_row + 2 * first;
         if constexpr (VECTOR == 1)
             to[0] = In::narrow(contract::canonical(both[0])),

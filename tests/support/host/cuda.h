@@ -1,0 +1,66 @@
+// What kernels take from CUDA, on a CPU. A NaN that arithmetic gives is canonical there.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <initializer_list>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__
+
+struct Index {
+    unsigned x, y, z;
+};
+inline Index blockIdx, threadIdx;
+
+struct float2 {
+    float x, y;
+};
+struct uint2 {
+    unsigned x, y;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+template <class To, class From>
+inline To with_bits_of(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    std::memcpy(&y, &x, sizeof(y));
+    return y;
+}
+inline int __float_as_int(float x) { return with_bits_of<int>(x); }
+inline unsigned __float_as_uint(float x) { return with_bits_of<unsigned>(x); }
+inline float __int_as_float(int x) { return with_bits_of<float>(x); }
+inline float __uint_as_float(unsigned x) { return with_bits_of<float>(x); }
+
+inline float from_arithmetic(float x) { return x != x ? __int_as_float(0x7FFFFFFF) : x; }
+inline float __fadd_rn(float a, float b) { return from_arithmetic(a + b); }
+inline float __fsub_rn(float a, float b) { return from_arithmetic(a - b); }
+inline float __fmul_rn(float a, float b) { return from_arithmetic(a * b); }
+inline float __fdiv_rn(float a, float b) { return from_arithmetic(a / b); }
+inline float __frcp_rn(float a) { return from_arithmetic(1.0f / a); }
+inline float __fsqrt_rn(float a) { return from_arithmetic(std::sqrt(a)); }
+inline float __fmaf_rn(float a, float b, float c) { return from_arithmetic(std::fma(a, b, c)); }
+
+inline float widened_half(unsigned short x) { return with_bits_of<_Float16>(x); }
+inline unsigned short narrowed_half(float x) {
+    return x != x ? 0x7FFF : with_bits_of<unsigned short>(static_cast<_Float16>(x));
+}
+
+// Of a warp's lanes, which take turns.
+inline int __shfl_sync(unsigned, int x, int) { return x; }  // of values that are one for all lanes
+float __shfl_xor_sync(unsigned, float x, int distance);
+void __syncwarp(unsigned = 0);
+
+// Not called by the kernels that run here.
+unsigned __funnelshift_r(unsigned, unsigned, unsigned);
+inline unsigned long __cvta_generic_to_shared(const void*) { return 0; }

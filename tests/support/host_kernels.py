@@ -1,0 +1,95 @@
+"""CUDA kernels of rows and of elements, compiled by a C++ compiler and run on a CPU.
+
+Their host side runs, too, on CPU tensors. A GPU alone shows that NVRTC's code does the same, and how threads
+of several warps meet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from samebits.backends.cuda import compiler, runtime
+
+_HERE = Path(__file__).parent / "host"
+_KERNELS = Path(compiler.__file__).parent / "kernels"
+# PTX, of which a CPU's compiler knows nothing. That of sm_80 and newer is left out by __CUDA_ARCH__.
+_PTX = {
+    'asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));': "wide = widened_half(x);",
+    'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(first) : "f"(low));': "first = narrowed_half(low);",
+    'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(second) : "f"(high));': "second = narrowed_half(high);",
+}
+_CXX = shutil.which("c++")
+needs_compiler = pytest.mark.skipif(_CXX is None, reason="there is no C++ compiler")
+
+
+class HostKernel:
+    """In place of a :class:`samebits.backends.cuda.runtime.Kernel`."""
+
+    def __init__(self, spec: compiler.KernelSpec) -> None:
+        self._spec = spec
+        self._launch = ctypes.CDLL(str(_compiled(spec))).launch
+
+    def launch(self, grid: tuple[int, int, int], *params: Any) -> None:
+        given = struct.pack(self._spec.params, *params)
+        # A struct of 64-bit members ends at a multiple of 8 bytes.
+        room = ctypes.create_string_buffer(given, -(-len(given) // 8) * 8)
+        self._launch(room, grid[0], self._spec.block)
+
+
+@functools.cache
+def _sources() -> Path:
+    to = Path(_directory().name) / "kernels"
+    shutil.copytree(_KERNELS, to)
+    convert = to / "include" / "convert.cuh"
+    text = convert.read_text()
+    for ptx, plain in _PTX.items():
+        assert ptx in text, f"convert.cuh has changed: {ptx}"
+        text = text.replace(ptx, plain)
+    convert.write_text(text)
+    return to
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def _compiled(spec: compiler.KernelSpec) -> Path:
+    assert _CXX is not None
+    kernels = _sources()
+    to = kernels.parent / f"{len([*kernels.parent.glob('*.so')])}.so"
+    macros = {**dict(spec.constants), "SOURCE": f'"{kernels / spec.source}"', "ENTRY": spec.entry}
+    options = "-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"
+    subprocess.run(
+        [
+            *(_CXX, *options, *(f"-D{name}={value}" for name, value in macros.items())),
+            *(f"-I{kernels / 'include'}", str(_HERE / "launch.cpp"), "-o", str(to)),
+        ],
+        check=True,
+    )
+    return to
+
+
+def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
+    """Let functions of `host` take CPU tensors. What they allocate starts as NaN."""
+
+    def kernel(*args: Any) -> HostKernel:
+        return HostKernel(host.kernel_spec(*args[:-1]))  # the last one is the device
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
+        return torch.full(tuple(shape), torch.nan, dtype=dtype)
+
+    monkeypatch.setattr(host, "_kernel", kernel)
+    monkeypatch.setattr(runtime, "empty", empty)
