@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from samebits.mode.arguments import tensors_of
+from samebits.mode.constant_masks import without_causal_masks
 from samebits.mode.patches import asks, changed, when_loaded
 from samebits.mode.vectors import as_operator
 
@@ -92,6 +93,8 @@ def _watch() -> None:
         if _here.inside or not (_here.entered or asks.in_mode()):
             return own(*args, **named)
         _here.inside, _here.entered = True, False  # inductor calls this again, with the settings
+        if args and isinstance(args[0], GraphModule):
+            without_causal_masks(args[0])
         try:
             return own(*args, **_exactly(**named))
         finally:

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 import samebits
 from samebits.mode import inductor
+from samebits.mode.constant_masks import without_causal_masks
 from samebits.testing import assert_same_bits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -98,6 +99,91 @@ def test_a_sum_with_a_scale_is_one_operator() -> None:
         found = operators_of(lambda x: torch.add(x, x, alpha=3) + x.pow(2) + x.pow(3), x)
     assert sum("elementwise" in name for name in found) >= 2
     assert [name for name in found if "pow" in name] == ["aten.pow.Tensor_Scalar"]
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+def step(model: Any, run: Any, **given: Any) -> list[Tensor]:
+    model.zero_grad()
+    ids = torch.arange(40).view(2, 20) % 64
+    out = run(ids, labels=ids, use_cache=False, **given)
+    out.loss.backward()
+    return [out.loss.detach(), out.logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+PACKED = torch.cat([torch.arange(12), torch.arange(8)]).expand(2, -1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [{}, {"position_ids": PACKED}], ids=["causal", "packed"])
+def test_a_model_has_no_mask_where_all_is_causal(given: dict[str, Tensor]) -> None:
+    from torch._inductor import compile_fx
+
+    torch._dynamo.reset()
+    calls: list[Any] = []
+
+    def seen(graph: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
+        calls.extend(n for n in graph.graph.nodes if n.target is torch.ops.samebits.attention.default)
+        return make_boxed_func(graph.forward)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return compile_fx.compile_fx(graph, inputs, inner_compile=seen)
+
+    model = llama()
+    with samebits.batch_invariant("error"):
+        got, want = step(model, torch.compile(model, backend=backend), **given), step(model, model, **given)
+    (call,) = calls
+    assert (call.args[3] is None) == (not given)
+    if not given:
+        assert call.args[1].meta["val"].shape[2] == 2  # its keys are not repeated
+    for i, (g, w) in enumerate(zip(got[:2], want[:2], strict=True)):
+        assert_same_bits(g, w, f"result {i}")
+    if not given:  # the gradients of packed keys are summed in another way, without the compiler too
+        for i, (g, w) in enumerate(zip(got[2:], want[2:], strict=True)):
+            assert_same_bits(g, w, f"gradient {i}")
+
+
+def attention(mask: Callable[[int], Tensor | None], **named: Any) -> Callable[[Tensor], Tensor]:
+    return lambda q: F.scaled_dot_product_attention(q, q, q, mask(q.shape[-2]), **named)
+
+
+def some_rows(n: int) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).tril().logical_and(torch.arange(n) != 1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal"),
+    [
+        (lambda n: torch.arange(n) <= torch.arange(n)[:, None], True),
+        (lambda n: torch.ones(n, n, dtype=torch.bool).tril().expand(2, 3, -1, -1), True),
+        (lambda n: torch.arange(n) < torch.arange(n)[:, None], False),
+        (lambda n: torch.ones(n, n, dtype=torch.bool), False),
+        (lambda n: torch.zeros(n, n), False),
+        (lambda n: torch.rand(n, n) < 2, False),
+        (some_rows, False),
+    ],
+    ids=["causal", "expanded", "strictly", "all", "float", "random", "hidden"],
+)
+def test_only_the_causal_mask_is_replaced(mask: Callable[[int], Tensor], causal: bool) -> None:
+    torch._dynamo.reset()
+    q, given = torch.ones(2, 3, 16, 8), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        without_causal_masks(graph)
+        (node,) = (n for n in graph.graph.nodes if n.target is F.scaled_dot_product_attention)
+        given.append(node.kwargs.get("attn_mask", node.args[3] if len(node.args) == 4 else None))
+        return graph.forward
+
+    run = attention(mask)
+    torch.testing.assert_close(torch.compile(run, backend=backend, fullgraph=True)(q), run(q))
+    assert (given[0] is None) == causal
 
 
 def unary(op: OpOverload) -> bool:
