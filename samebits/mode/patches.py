@@ -210,8 +210,8 @@ class _Engine(type(Variable._execution_engine)):  # type: ignore[misc]
         if _trial.seen is not None and not _trial.of_engine:
             _trial.seen.append(sys._getframe(1).f_code)
             return (None,)
-        relied_on = _trial.of_engine or asks.in_mode() or asks.sums_outside()
-        if relied_on and not self.tried and not _trial.of_engine:
+        untried = not (self.tried or _trial.of_engine)
+        if untried and (asks.in_mode() or asks.sums_outside()):
             _alone("autograd's engine", _try_engine)
             _Engine.tried = True
         tries = _trial.of_engine and not asks.in_mode()  # where that of the process is on, it has kernels
