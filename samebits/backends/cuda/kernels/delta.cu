@@ -438,7 +438,7 @@ __device__ __forceinline__ bool arrives_last(int* mark, int blocks) {
     return last;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) delta(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
     const int tile = blockIdx.x, head = blockIdx.y, sequence = blockIdx.z, tiles = gridDim.x;
