@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from samebits.mode import batch_invariant as mode
 from samebits.mode.calls import OnUncovered
 from samebits.ops.logp import logp
-from samebits.vllm import is_enabled
 
 __all__ = ["batch_invariant"]
 
@@ -137,11 +135,11 @@ def _check(trainer: Any, model: nn.Module) -> None:
     dtypes = {p.dtype for p in model.parameters()}
     engine = None
     if args.vllm_mode == "colocate":
-        if not is_enabled():
-            refuse(
-                "SAMEBITS_VLLM", "1 in the environment", os.environ.get("SAMEBITS_VLLM"), "vLLM runs as it is"
-            )
-        engine = trainer.vllm_generation.llm.llm_engine.model_config.dtype
+        config = trainer.vllm_generation.llm.llm_engine.vllm_config
+        engine = config.model_config.dtype
+        if not (config.additional_config or {}).get("samebits"):
+            why = "set SAMEBITS_VLLM=1 in the environment before the trainer is made"
+            refuse("vllm_generation", "an engine under samebits", "vLLM as it is", why)
     if len(dtypes) > 1 or engine not in (None, *dtypes):
         why = "load the model in the engine's dtype: model_init_kwargs={'dtype': 'bfloat16'}"
         refuse("model", f"all weights in {engine or 'one dtype'}", sorted(map(str, dtypes)), why)

@@ -39,6 +39,8 @@ def _engine_config(own: Callable[..., Any]) -> Callable[..., Any]:
         from samebits.vllm.covered import check_config
 
         _set_arguments(self)
+        # What the engine says of itself, however it was asked.
+        self.additional_config = {**(self.additional_config or {}), "samebits": asked or True}
         config = own(self, *args, **kwargs)
         check_config(config)
         return config

@@ -159,17 +159,19 @@ def test_settings_that_move_log_probs_are_refused(arguments: dict[str, Any], mes
         pass
 
 
-def test_models_that_round_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_round_otherwise_are_refused() -> None:
     model = build("qwen3", torch.bfloat16, "cpu", 1.0)
     ours = trainer(model, use_vllm=True)
     ours.args.vllm_mode = "colocate"
-    config = SimpleNamespace(dtype=torch.bfloat16)
-    ours.vllm_generation = SimpleNamespace(
-        llm=SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16), additional_config={"other": 1}
     )
-    with pytest.raises(ValueError, match="SAMEBITS_VLLM: expected 1 in the environment"):
+    ours.vllm_generation = SimpleNamespace(
+        llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+    )
+    with pytest.raises(ValueError, match="vllm_generation: expected an engine under samebits, got"):
         samebits.trl.batch_invariant(ours).__enter__()
-    monkeypatch.setattr(samebits.trl, "is_enabled", lambda: True)
+    config.additional_config["samebits"] = True
     with samebits.trl.batch_invariant(ours):
         pass
     model.float()

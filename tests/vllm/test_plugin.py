@@ -6,6 +6,8 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +91,20 @@ def test_an_engine_that_does_not_ask_is_left_alone(engine: Engine) -> None:
     generate(llm, [[1, 2, 3]], max_tokens=1)
     assert not samebits.vllm.is_enabled()
     assert not samebits.is_batch_invariant_mode_enabled()
+
+
+def test_an_engine_says_that_samebits_is_on(folders: Callable[[str], Path]) -> None:
+    """By the environment too: a trainer beside it asks."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    import samebits.vllm
+
+    given = EngineArgs(model=str(folders("qwen3")), max_model_len=128, additional_config={"theirs": 1})
+    samebits.vllm.enable()
+    try:
+        assert given.create_engine_config().additional_config == {"theirs": 1, "samebits": True}
+    finally:
+        samebits.vllm.disable()
 
 
 @pytest.mark.parametrize(("plugins", "loaded"), [("", False), ("other", False), ("other,samebits", True)])
