@@ -17,9 +17,11 @@ matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from benchmarks import vllm
+from benchmarks import record, steps, vllm
 from benchmarks.record import GPUS, ROOT, load, measured, tiny
 from benchmarks.rows import TOKENS, WIDTHS
 from samebits.tools.bench.attention_report import speed
@@ -41,6 +43,70 @@ STYLE: Any = {
     "grid.color": "#e5e5e5",
 }
 OURS, THEIRS, ORACLE = "#00796b", "#c62828", "#7e57c2"
+
+
+def overview(**results: dict[str, Any]) -> Figure:
+    """README's first picture: KL over steps of training, tokens/s of the rollout, time of a training step."""
+    panels = {"trl_vllm": _kl, "vllm": _engines, "steps": _training}
+    drawn = {name: draw for name, draw in panels.items() if name in results}
+    figure, (every,) = plt.subplots(
+        1, len(drawn), figsize=(4 * len(drawn), 3.4), layout="constrained", squeeze=False
+    )
+    for axes, (name, draw) in zip(every, drawn.items(), strict=True):
+        draw(axes, results[name])
+        gpu = results[name]["environment"]["gpu"].removeprefix("NVIDIA ")
+        axes.set_title(f"{axes.get_title(loc='left')}, {gpu}", fontsize=11, loc="left")
+    sides = (("PyTorch, vLLM", THEIRS), ("compiled PyTorch", ORACLE), ("samebits", OURS))
+    with_compiled = any("torch, compiled" in case for case in results.get("steps", {}).get("cases", ()))
+    handles = [Patch(color=colour, label=name) for name, colour in sides if colour != ORACLE or with_compiled]
+    figure.legend(handles=handles, frameon=False, ncols=3, loc="outside lower center")
+    return figure
+
+
+def _kl(axes: Axes, data: dict[str, Any]) -> None:
+    for run, colour in zip(data["runs"].values(), (THEIRS, OURS), strict=True):
+        kl = [step["kl"] for step in run["steps"]]
+        axes.plot(range(1, len(kl) + 1), kl, color=colour, lw=2, marker=".")
+    axes.annotate("exactly 0", (1, 0), (2, 6), textcoords="offset points", color=OURS)
+    axes.set_yscale("symlog", linthresh=1e-6)
+    axes.set_yticks([0, 1e-6, 1e-5, 1e-4, 1e-3], ["0", "1e-6", "1e-5", "1e-4", "1e-3"])
+    axes.set_ylim(-2e-7, 2e-3)
+    axes.set_xlabel("step of TRL's GRPO with vLLM")
+    axes.set_title("KL of rollout and trainer", loc="left")
+
+
+def _engines(axes: Axes, data: dict[str, Any]) -> None:
+    works = [work for work in vllm.WORKS if work.startswith("decode")]
+    stock = [vllm.speed(data["engines"]["stock"], work) for work in works]
+    for name, colour, shift in (("stock", THEIRS, -0.2), ("samebits", OURS, 0.2)):
+        speeds = [vllm.speed(data["engines"][name], work) for work in works]
+        heights = [speed / of for speed, of in zip(speeds, stock, strict=True)]
+        bars = axes.bar([i + shift for i in range(len(works))], heights, 0.4, color=colour)
+        axes.bar_label(bars, [f"{s:,.0f}" for s in speeds], fontsize=8)
+    axes.margins(y=0.1)
+    axes.set_xticks(range(len(works)), [work.split()[1] for work in works])
+    axes.set_xlabel("rows that decode (height: stock = 1)")
+    axes.grid(axis="x", visible=False)
+    axes.set_title(f"rollout, tokens/s: {data['model']}", loc="left")
+
+
+def _training(axes: Axes, data: dict[str, Any]) -> None:
+    cases = [(steps.TRAINED[c["work"]], c) for c in data["cases"] if c["work"] in steps.TRAINED]
+    for place, (_, case) in enumerate(cases):
+        times = {
+            THEIRS: case["torch"]["ms"],
+            ORACLE: case.get("torch, compiled", {}).get("ms"),
+            OURS: steps.best(case)["ms"],
+        }
+        times = {colour: ms for colour, ms in times.items() if ms}
+        for at, (colour, ms) in enumerate(times.items()):
+            width = 0.8 / len(times)
+            bar = axes.bar(place + (at - (len(times) - 1) / 2) * width, ms, width, color=colour)
+            axes.bar_label(bar, [f"{ms:,.0f}"], fontsize=8)
+    axes.set_xticks(range(len(cases)), [name for name, _ in cases])
+    axes.margins(y=0.1)
+    axes.grid(axis="x", visible=False)
+    axes.set_title("training step, ms", loc="left")
 
 
 def drift(data: dict[str, Any]) -> Figure:
@@ -367,13 +433,20 @@ def gpu_trl_vllm(data: dict[str, Any]) -> Figure:
     return figure
 
 
-PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
+def _of(results: str, draw: Callable[[dict[str, Any]], Figure]) -> Callable[[], Figure]:
+    return lambda: draw(load(results))
+
+
+PICTURES: dict[str, Callable[[], Figure]] = (
     {
-        "drift.svg": ("cpu/drift.json", drift),
-        "reference-speed.svg": ("cpu/reference.json", reference_speed),
+        "overview.svg": lambda: overview(
+            **{name: load(f"{gpu}/{name}.json") for name, gpu in record.overview().items()}
+        ),
+        "drift.svg": _of("cpu/drift.json", drift),
+        "reference-speed.svg": _of("cpu/reference.json", reference_speed),
     }
     | {
-        f"{gpu}-{what}.svg": (f"{gpu}/bench.json", draw)
+        f"{gpu}-{what}.svg": _of(f"{gpu}/bench.json", draw)
         for gpu in GPUS
         for what, draw in (
             ("speed", gpu_speed),
@@ -384,7 +457,7 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
         if gpu == GPUS[0] or what == "speed"
     }
     | {
-        f"{gpu}-{what}.svg": (f"{gpu}/{what}.json", draw)
+        f"{gpu}-{what}.svg": _of(f"{gpu}/{what}.json", draw)
         for gpu in GPUS[:1]
         for what, draw in (
             ("attention", gpu_attention),
@@ -394,8 +467,11 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = (
         )
         if gpu in measured(f"{what}.json")
     }
-    | {f"{gpu}-vllm.svg": (f"{gpu}/vllm.json", gpu_vllm) for gpu in measured("vllm.json")[:1]}
-    | {f"{gpu}-trl-vllm.svg": (f"{gpu}/trl_vllm.json", gpu_trl_vllm) for gpu in measured("trl_vllm.json")[:1]}
+    | {f"{gpu}-vllm.svg": _of(f"{gpu}/vllm.json", gpu_vllm) for gpu in measured("vllm.json")[:1]}
+    | {
+        f"{gpu}-trl-vllm.svg": _of(f"{gpu}/trl_vllm.json", gpu_trl_vllm)
+        for gpu in measured("trl_vllm.json")[:1]
+    }
 )
 
 
@@ -418,9 +494,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     stale = []
-    for name, (results, draw) in PICTURES.items():
+    for name, draw in PICTURES.items():
         with matplotlib.rc_context(STYLE):
-            text = render(draw(load(results)))
+            text = render(draw())
         path = ASSETS / name
         if path.exists() and path.read_text() == text:
             continue

@@ -41,6 +41,16 @@ GPUS = sorted(measured("bench.json"), key=lambda gpu: len(commits(gpu)))
 """Folders of GPUs. The first, which pages show most of, has results of the fewest commits."""
 
 
+def overview() -> dict[str, str]:
+    """README's first results and their GPUs: that of TRL's run with vLLM, if it has them, or another."""
+    order = [*measured("trl_vllm.json")[:1], *GPUS]
+    found = {name: [gpu for gpu in order if gpu in measured(f"{name}.json")] for name in OVERVIEW}
+    return {name: gpus[0] for name, gpus in found.items() if gpus}
+
+
+OVERVIEW = ("trl_vllm", "vllm", "vllm_1.7b", "steps")
+
+
 def tiny(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The batched products among the cases of `samebits bench`, if they were measured."""
     return [c for c in data["cases"] if c["work"] == "bmm"]

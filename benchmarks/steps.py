@@ -64,6 +64,13 @@ CHECKPOINTED: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """A Qwen3 of 4 billion parameters."""
+TRAINED = {
+    "forward + backward, 8 x 512": "Llama 1B\n8 x 512",
+    "forward + backward, 1 x 4,096": "Llama 1B\n1 x 4,096",
+    "Qwen3 4B, checkpointed, forward + backward, 4 x 2,048": "Qwen3 4B\n4 x 2,048",
+    "experts, forward + backward, 8 x 512": "experts\n8 x 512",
+}
+"""Steps in README's first picture."""
 DECODED = (1, 32, 128)
 KEYS = 1024
 Step = Callable[[], Any]

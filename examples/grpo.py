@@ -6,6 +6,8 @@ computes the log-probs of the sampled tokens again, in batches of another size. 
 even the first update after a rollout is off-policy. Under ``samebits.batch_invariant`` the difference is
 exactly 0 at every step, and a second run ends with identical weights.
 
+All runs train side by side, and are drawn as they go. The picture at the end needs matplotlib.
+
     python examples/grpo.py --steps 30 --plot grpo.svg
 """
 
@@ -16,11 +18,14 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from generate import build, generate, training
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 from torch import Tensor, nn
 
 from samebits import batch_invariant
@@ -55,12 +60,6 @@ def digest(model: nn.Module) -> str:
     for p in model.parameters():
         sha.update(p.detach().cpu().float().numpy().tobytes())
     return sha.hexdigest()
-
-
-def train(steps: int, **options: Any) -> Run:
-    """Train a fresh model. The options are those of :func:`training_steps`."""
-    *_, run = training_steps(steps, **options)
-    return run
 
 
 def training_steps(
@@ -115,22 +114,58 @@ def training_steps(
         yield run
 
 
+def bars(values: list[float], top: float) -> str:
+    """A bar for each value, and a dot for one that is exactly 0."""
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * v / top))] if v else "·" for v in values)
+
+
+def table(runs: dict[str, Run]) -> Table:
+    """The runs so far: KL of rollout and trainer, and reward, by step."""
+    table = Table("", "KL, by step", "largest", "reward", "now", "weights", box=None, padding=(0, 2, 0, 0))
+    top = max((max(run.kl) for run in runs.values()), default=0)
+    for name, run in runs.items():
+        kl, reward = bars(run.kl, top), bars(run.reward, 1)
+        table.add_row(
+            name,
+            kl,
+            f"{max(run.kl):.1e}",
+            reward,
+            f"{run.reward[-1]:.2f}",
+            run.weights[:8],
+            style="" if max(run.kl) else "green",
+        )
+    return table
+
+
+def watch(runs: dict[str, Iterator[Run]]) -> dict[str, Run]:
+    """Train all side by side, a step of each in turn, and draw them as they go."""
+    with Live(console=Console()) as live:
+        for records in zip(*runs.values(), strict=True):
+            now = dict(zip(runs, records, strict=True))
+            live.update(table(now))
+    return now
+
+
 def plot(runs: dict[str, Run], to: Path) -> None:
     """Plot the mismatch of rollout and trainer, and the reward, over the steps."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "samebits"  # the same data gives the same file
+    style = {"svg.hashsalt": "samebits", "svg.fonttype": "none", "font.size": 11, "axes.grid": True}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e5e5e5"}
+    matplotlib.rcParams.update(style)  # the same data gives the same file
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for name, run in runs.items():
-        left.plot(run.largest, label=name)
-        right.plot(run.reward, label=name)
-    left.set_yscale("symlog", linthresh=1e-8)
-    left.set(xlabel="step", title="largest |log-prob of trainer − of rollout|")
+    for (name, run), colour in zip(runs.items(), ("#c62828", "#00796b"), strict=True):
+        at = range(1, len(run.kl) + 1)
+        left.plot(at, run.kl, color=colour, marker=".", label=name)
+        right.plot(at, run.reward, color=colour, marker=".", label=name)
+    largest = max(max(run.kl) for run in runs.values())
+    left.set_yscale("symlog", linthresh=largest / 100 or 1)
+    left.set(xlabel="step", title="KL of rollout and trainer")
     right.set(xlabel="step", title="mean reward", ylim=(0, 1))
-    left.legend()
+    left.legend(frameon=False)
     figure.savefig(to, metadata={"Date": None})
 
 
@@ -139,25 +174,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", default=Path("grpo.svg"))
     options = parser.parse_args(arguments)
     place = {"dtype": getattr(torch, options.dtype), "device": options.device}
-    runs = {
-        "PyTorch": train(options.steps, ours=False, **place),
-        "samebits": train(options.steps, ours=True, **place),
-        "samebits, again": train(options.steps, ours=True, **place),
-    }
-    for name, run in runs.items():
-        print(
-            f"{name:16} log-probs of rollout and trainer differ by up to {max(run.largest):.2e},"
-            f" KL up to {max(run.kl):.2e}; reward {run.reward[0]:.2f} to {run.reward[-1]:.2f};"
-            f" weights {run.weights[:16]}"
-        )
-    if options.plot is not None:
-        plot({name: run for name, run in runs.items() if name != "samebits, again"}, options.plot)
-        print(f"plot: {options.plot}")
+    ours = {"PyTorch": False, "samebits": True, "samebits, again": True}
+    runs = watch({name: training_steps(options.steps, ours=own, **place) for name, own in ours.items()})
+    if find_spec("matplotlib") is None:
+        print("no picture: pip install matplotlib")
+    else:
+        plot({name: runs[name] for name in ("PyTorch", "samebits")}, options.plot)
+        print(f"picture: {options.plot}")
     return runs
 
 

@@ -81,7 +81,7 @@ def block_of(folder: str, results: str, write: Callable[[dict[str, Any]], str]) 
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "before-after": models.before_after,
+    "overview": models.overview,
     "price": partial(models.the_price, GPUS[0]),
     "reference-speed": cpu.reference_speed,
     "drift": cpu.drift,

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import peers, price, ranks, steps, vllm
+from benchmarks import peers, price, ranks, record, steps, vllm
 from benchmarks.host import ratios
-from benchmarks.record import GPUS, load, measured, slug
+from benchmarks.record import load, measured, slug
 from benchmarks.tables.text import made_with, measured_at, measured_on_gpu, table
 
 
-def before_after() -> str:
-    """README's first figures: whole models on a GPU, or linear layers if models were not measured."""
-    for gpu in (gpu for gpu in GPUS if gpu in measured("models.json")):
-        said = gpu_models_drift(load(f"{gpu}/models.json"))
-        if gpu in measured("embeddings.json"):
-            said += f"\n\n{gpu_embeddings(load(f'{gpu}/embeddings.json'))}"
-        return said
-    data = load("cpu/drift.json")
-    rows, theirs, ours = (sum(v[key] for v in data["variations"]) for key in ("rows", "torch", "samebits"))
-    return "\n\n".join(
-        (
-            "![Rows of MiniLM whose bits depend on the batch size: PyTorch against samebits]"
-            "(docs/assets/drift.svg)",
-            f"{data['model']}'s {len(data['layers'])} linear layers on {data['inputs']}, batched in"
-            f" {len(data['variations'])} ways: of {rows:,} rows, {theirs:,} changed bits in PyTorch and"
-            f" {ours:,} in samebits.",
+def overview() -> str:
+    """README's first figures: what differs in stock, what that costs, and where it was measured."""
+    gpus = record.overview()
+    data = {name: load(f"{gpu}/{name}.json") for name, gpu in gpus.items()}
+    said, costs = [], []
+    if "trl_vllm" in data:
+        runs = [run["steps"] for run in data["trl_vllm"]["runs"].values()]
+        stock, ours = ([sum(s[key] for s in run) for key in ("differing", "tokens")] for run in runs)
+        said.append(
+            f"In {len(runs[0])} steps of TRL's GRPO with vLLM, trainer and rollout disagree about"
+            f" {stock[0]:,} of {stock[1]:,} log-probs in stock, and about {ours[0]:,} of {ours[1]:,} under"
+            " samebits."
         )
-    )
+    for of in (data[name] for name in ("vllm", "vllm_1.7b") if name in data):
+        speeds = [[vllm.speed(of["engines"][who], w) for w in vllm.WORKS] for who in ("samebits", "stock")]
+        beside = [ours / stock for ours, stock in zip(*speeds, strict=True)]
+        costs.append(
+            f"a rollout of {of['model']} has {min(beside):.2f} to {max(beside):.2f} of vLLM's tokens/s"
+        )
+    if "steps" in data:
+        cases = [case for case in data["steps"]["cases"] if case["work"] in steps.TRAINED]
+        beside = [steps.best(c)["ms"] / c.get(COMPILED, c["torch"])["ms"] for c in cases]
+        compiled = "compiled " if any(COMPILED in c for c in cases) else ""
+        costs.append(
+            f"a training step takes {min(beside):.2f} to {max(beside):.2f} of {compiled}PyTorch's time"
+        )
+    if costs:
+        said.append(f"**What it costs**: {', '.join(costs)}; [more](#what-it-costs).")
+    for gpu in dict.fromkeys(gpus.values()):
+        said.append(f"{measured_at(gpu, [f'{n}.json' for n, of in gpus.items() if of == gpu])}.")
+    picture = "KL of rollout and trainer over steps of training; tokens per second; time of a training step"
+    return f"![{picture}: stock and samebits](docs/assets/overview.svg)\n\n{' '.join(said)}"
 
 
 def gpu_models_drift(data: dict[str, Any]) -> str:
