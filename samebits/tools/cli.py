@@ -367,6 +367,12 @@ def verify(
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the full report there; - is stdout.")
     ] = None,
+    report_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="FILE", help="Write a page to send: machine, digests, every result."
+        ),
+    ] = None,
     device: _DEVICE = 0,
 ) -> None:
     """Prove the kernels on this GPU: every kernel and schedule against the CPU reference, bit for bit.
@@ -377,7 +383,14 @@ def verify(
     with _errors("verify"):
         from samebits.tools.verify.command import main
 
-        code = main(thorough=thorough, backend=backend, only=only or (), json_to=json_to, device=device)
+        code = main(
+            thorough=thorough,
+            backend=backend,
+            only=only or (),
+            json_to=json_to,
+            report_to=report_to,
+            device=device,
+        )
     raise typer.Exit(code)
 
 

@@ -272,15 +272,19 @@ def test_mistakes_get_one_line_and_exit_code_2(args: list[str], says: str) -> No
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("command", ["verify", "bench"])
+@pytest.mark.parametrize(
+    ("command", "option"), [("verify", "--json"), ("verify", "--report"), ("bench", "--json")]
+)
 @pytest.mark.parametrize("where", ["absent/report.json", "."])
-def test_a_result_that_could_not_be_written_is_refused_before_the_work(command: str, where: str) -> None:
+def test_a_result_that_could_not_be_written_is_refused_before_the_work(
+    command: str, option: str, where: str
+) -> None:
     module = importlib.import_module(f"samebits.tools.{command}.command")
     with mock.patch.object(module, command, side_effect=AssertionError("it ran")):
-        result = run(command, "--json", where)
+        result = run(command, option, where)
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr == f"samebits {command}: --json {where}: expected a file in a folder that exists\n"
+    assert result.stderr == f"samebits {command}: {option} {where}: expected a file in a folder that exists\n"
 
 
 @pytest.mark.usefixtures("here")

@@ -52,6 +52,7 @@ from samebits.tools.verify.case import LAYOUTS
 from samebits.tools.verify.failures import KernelError
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
 from samebits.tools.verify.report import Report
+from samebits.tools.verify.sheet import sheet
 from tests.support.threads import in_threads
 from tests.tools.test_verify_grouped import GroupedStandIn
 from tests.tools.test_verify_scaled import by_reference as scaled_by_reference
@@ -118,6 +119,31 @@ def test_a_single_differing_bit_is_found_and_told() -> None:
     assert found.first.at == (3, 2)
     assert int(found.first.got_bits, 16) ^ int(found.first.expected_bits, 16) == 1
     assert json.loads(found.to_json())["differing"] == 1
+
+
+def test_a_page_to_send_has_the_machine_and_every_result() -> None:
+    gpu = {"name": "a GPU", "capability": "sm_100", "memory_gib": 178.0, "family": "HOPPER"}
+    where = {
+        **{"gpu": gpu, "driver": "590.1", "system": "Linux x86_64", "cpu": "a CPU", "cores": 2},
+        **{"versions": {"samebits": "1", "triton": None}, "contracts": {"FMA": "0123"}},
+    }
+    want = torch.randn(5, 7).bfloat16()
+    got = want.clone()
+    got.view(torch.int16)[3, 2] ^= 1
+    found = report()
+    found.compare("kernel|s", "shapes", "CPU reference", want, want)
+    assert "**All 35 values have the bits specified**" in sheet(found, where)
+    found.compare("other", "shapes", "CPU reference", got, want, "the case", "a schedule")
+    page = sheet(found, where)
+    assert "**1 of 70 values differ**" in page
+    assert "| GPU | a GPU, sm_100, 178.0 GiB |" in page
+    assert "FMA `0123`" in page
+    assert "| kernel\\|s | shapes | CPU reference | 0 | 1 | 35 | 0 |" in page
+    assert found.first is not None
+    assert f"First difference: other, shapes, the case, at (3, 2): got {found.first.got!r}" in page
+    data = json.loads(page.partition("```json\n")[2].partition("\n```")[0])
+    assert data["machine"] == where
+    assert data["report"]["lines"] == json.loads(found.to_json())["lines"]
 
 
 Compute = Callable[[Operands, object], None]
@@ -621,9 +647,14 @@ def test_a_failure_is_told() -> None:
 @NO_GPU
 def test_without_a_gpu_the_known_answers_are_verified(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    done = CliRunner().invoke(app, ["verify", "--json", str(file)])
+    page = tmp_path / "report.md"
+    done = CliRunner().invoke(app, ["verify", "--json", str(file), "--report", str(page)])
     assert done.exit_code == 2, done.output
     assert "No GPU was verified" in done.output
+    said = page.read_text()
+    assert said.startswith("# samebits verify: no GPU\n\n**No GPU was verified: ")
+    assert samebits.FMA.digest() in said
+    assert str(Path.home()) not in said, "a page to send names no folders of its sender"
     data = json.loads(file.read_text())
     assert data["gpu"] is None
     assert data["compared"] > 600
