@@ -12,9 +12,8 @@ from torch import Tensor
 
 from samebits import HOPPER
 from samebits.backends.arch import ARCHS, SM_90, arch_of
-from samebits.backends.cuda import devices, linear_logp_sm90, matmul
-from samebits.backends.cuda.attention import sm90
-from samebits.backends.cuda.plans import Plans
+from samebits.backends.cuda import devices
+from samebits.backends.cuda.plans import forget_plans
 from samebits.testing import values
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -37,17 +36,15 @@ def multiprocessors(count: int | None) -> Iterator[None]:
         return
     index = torch.cuda.current_device()
     here = replace(devices.device_info(index), sm_count=count)
-    keep_grids = [linear_logp_sm90._prepared]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "device_info", return_value=here))
-        stack.enter_context(mock.patch.object(matmul, "_plans", Plans()))
-        stack.enter_context(mock.patch.object(sm90, "_plans", Plans()))
+        forget_plans()
+        stack.callback(forget_plans)
         if importlib.util.find_spec("triton"):
             triton = importlib.import_module("samebits.backends.triton.runtime")
             gpu = triton.gpu(index)._replace(multiprocessors=count)
             stack.enter_context(mock.patch.object(triton, "gpu", return_value=gpu))
-            keep_grids.append(importlib.import_module("samebits.backends.triton.matmul")._plan)
-        for cached in keep_grids:
-            cached.cache_clear()
-            stack.callback(cached.cache_clear)
+            planned = importlib.import_module("samebits.backends.triton.matmul")._plan
+            planned.cache_clear()
+            stack.callback(planned.cache_clear)
         yield

@@ -16,28 +16,14 @@ from torch import Tensor
 from samebits import backends
 from samebits.backends import replay
 from samebits.backends.cuda import (
-    columns,
     devices,
     driver,
-    gated,
-    gather,
-    grouped,
-    linear_logp_sm90,
-    logp,
-    losses,
     matmul,
-    norm_gradients,
-    norm_rotary,
-    rotary,
-    rows,
-    rsqrt,
     runtime,
-    slots,
     tensor_maps,
-    vector_norm,
 )
-from samebits.backends.cuda.attention import maps_sm90, sm90
-from samebits.backends.cuda.plans import Plans
+from samebits.backends.cuda.attention import maps_sm90
+from samebits.backends.cuda.plans import forget_plans
 
 INFO = devices.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
@@ -161,12 +147,8 @@ def _stream(device: int) -> int:
 def fake_gpu() -> Iterator[FakeGpu]:
     """PyTorch's CPU tensors are on this GPU, for this library alone."""
     gpu = FakeGpu()
-    caches: tuple[Any, ...] = (backends.on_gpu, rows._plan, rows._long_kernel, columns._kernel, logp._kernel)
-    caches = (*caches, norm_gradients._kernel, losses._kernel, gather._kernel, slots._kernel)
-    caches = (*caches, vector_norm._kernel, rotary._kernel, gated._kernel, rsqrt._kernel)
-    caches = (*caches, norm_rotary._kernel, matmul.family)
-    caches = (*caches, runtime._allow_replays, linear_logp_sm90._prepared, tensor_maps.tensor_map)
-    caches = (*caches, maps_sm90.tile_maps)
+    caches: tuple[Any, ...] = (backends.on_gpu, matmul.family, runtime._allow_replays)
+    caches = (*caches, tensor_maps.tensor_map, maps_sm90.tile_maps)
     tensor: Any = torch.Tensor
     patches: list[Any] = [
         mock.patch.object(tensor, "is_cuda", property(lambda t: True)),
@@ -183,12 +165,11 @@ def fake_gpu() -> Iterator[FakeGpu]:
         mock.patch.object(runtime, "_kernels", {}),
         mock.patch.object(runtime, "_allocate", SimpleNamespace(_empty_strided_cuda=gpu.allocate)),
         mock.patch.object(devices, "device_info", return_value=INFO),
-        *(mock.patch.object(module, "_plans", Plans()) for module in (matmul, grouped, sm90)),
         mock.patch.object(matmul, "_kept_offsets", {}),
     ]
     for cache in caches:
         cache.cache_clear()
-    replay.forget()  # recipes have functions of a fake driver
+    forget_plans()  # also recipes, which have functions of a fake driver
     try:
         for patch in patches:
             patch.start()
@@ -200,7 +181,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
             patch.stop()
         for cache in caches:
             cache.cache_clear()
-        replay.forget()
+        forget_plans()
         _kept.append(gpu)  # the extension has its callbacks
 
 

@@ -86,7 +86,7 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     """Let functions of `host` take CPU tensors. What they allocate starts as NaN."""
 
     def kernel(*args: Any) -> HostKernel:
-        return HostKernel(host.kernel_spec(*args[:-1]))  # the last one is the device
+        return HostKernel(host.kernel_spec(*args[1:]))  # the first one is the device
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         return torch.full(tuple(shape), torch.nan, dtype=dtype)

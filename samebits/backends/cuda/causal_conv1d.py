@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.operands import TYPES, address
 
 _THREADS = 256
@@ -38,13 +38,7 @@ def kernel_spec(
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _kernel(
-    dtype: torch.dtype, taps: int, vector: int, of_channels: bool, silu: bool, state: bool, device: int
-) -> runtime.Kernel:
-    programmatic = devices.device_info(device).arch.copies_tiles
-    spec = kernel_spec(dtype, taps, vector, of_channels, silu, state, programmatic=programmatic)
-    return runtime.load(spec, device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def convolved(
@@ -89,7 +83,7 @@ def _launch(
     threads = batch * channels if state is not None else x.numel() // vector
     before_strides = (0, 0, 0) if before is None else before.stride()
     state_strides = (0, 0, 0) if state is None else state.stride()
-    _kernel(x.dtype, weight.shape[1], vector, of_channels, silu, state is not None, x.get_device()).launch(
+    _kernel(x.get_device(), x.dtype, weight.shape[1], vector, of_channels, silu, state is not None).launch(
         (-(-threads // _THREADS), 1, 1),
         *(address(t) for t in (x, weight, bias, before, out, state, at)),
         *(*x.stride(), *out.stride(), *before_strides, *state_strides, weight.stride(0)),

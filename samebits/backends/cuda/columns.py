@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -48,21 +46,7 @@ def kernel_spec(
     )
 
 
-@functools.cache
-def _kernel(
-    entry: str,
-    device: int,
-    grad: torch.dtype,
-    out: torch.dtype,
-    x: torch.dtype | None,
-    aligned: bool,
-    few: bool,
-    columns: int,
-    tokens: int,
-) -> runtime.Kernel:
-    vector = 16 // grad.itemsize if aligned else 1
-    spec = kernel_spec(entry, grad, out, x, vector=vector, depth=1 + few, columns=columns, tokens=tokens)
-    return runtime.load(spec, device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def sums(
@@ -85,8 +69,11 @@ def sums(
     device = grad.get_device()
     columns, tokens = _shape_of_block(n, 32 if x is None else 16, device)
     kernel = _kernel(
-        *("column_sums", device, grad.dtype, out.dtype, x_dtype),
-        *(low & 15 == 0, n <= _FEW, columns, tokens),
+        *(device, "column_sums", grad.dtype, out.dtype, x_dtype),
+        vector=1 if low & 15 else 16 // size,
+        depth=1 + (n <= _FEW),
+        columns=columns,
+        tokens=tokens,
     )
     kernel.launch(
         (-(-n // columns), 1, 1),
@@ -113,13 +100,14 @@ def sums_by_id(grad: Tensor, ids: Tensor, out: Tensor, padding: int) -> None:
     count = len(out)
     by_id, tokens = ids.sort(stable=True)
     starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
-    aligned = (grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize) & 15 == 0
+    low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
+    vector = 1 if low & 15 else 16 // grad.itemsize
     grids = {"embedding_backward": (count, 1, 1)}
     if len(ids) > _MANY:
-        warps = -(-grad.shape[1] // (32 * (16 // grad.itemsize if aligned else 1)))
+        warps = -(-grad.shape[1] // (32 * vector))
         grids["embedding_many"] = -(-len(ids) // _MANY), min(warps, _MOST_BESIDE), 1
     for entry, grid in grids.items():
-        kernel = _kernel(entry, grad.get_device(), grad.dtype, out.dtype, None, aligned, False, 32, 32)
+        kernel = _kernel(grad.get_device(), entry, grad.dtype, out.dtype, vector=vector, columns=32)
         kernel.launch(
             grid,
             *(t.data_ptr() for t in (grad, by_id, tokens, starts, out)),

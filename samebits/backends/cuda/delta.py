@@ -113,27 +113,7 @@ def kernel_spec(
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _kernel(
-    schedule: Schedule,
-    dtype: torch.dtype,
-    key_size: int,
-    tensor_core: bool,
-    hardware_exp2: bool,
-    delta: bool,
-    vector: bool,
-    device: int,
-) -> runtime.Kernel:
-    spec = kernel_spec(
-        schedule,
-        dtype,
-        key_size,
-        tensor_core=tensor_core,
-        hardware_exp2=hardware_exp2,
-        delta=delta,
-        vector=vector,
-    )
-    return runtime.load(spec, device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def forward(
@@ -163,14 +143,11 @@ def forward(
         few = tokens <= _FEW * max(sequences, 1)
         schedule = choose(x.q.dtype, padded, size, sequences * heads, few, tensor_core, device)
     kernel = _kernel(
-        schedule,
-        x.q.dtype,
-        padded,
-        tensor_core,
-        tensor_core and matmul.family(device).exp2 == INTERPOLATION,
-        x.beta is not None,
-        not low & 15,
-        device,
+        *(device, schedule, x.q.dtype, padded),
+        tensor_core=tensor_core,
+        hardware_exp2=tensor_core and matmul.family(device).exp2 == INTERPOLATION,
+        delta=x.beta is not None,
+        vector=not low & 15,
     )
     initial = None if x.initial is None else x.initial.contiguous()
     own = layout("delta", heads, key_size, size, x.q.dtype, False)

@@ -6,13 +6,13 @@ device sees it. Who maps that memory is in :mod:`samebits.distributed`.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.operands import address
+from samebits.backends.cuda.plans import kept
 from samebits.backends.cuda.products.plan import TYPES
 from samebits.backends.product import need
 
@@ -78,7 +78,7 @@ def parts_spec(ranks: int, programmatic: bool) -> compiler.KernelSpec:
     return _spec("by_parts", f"5P{3 * ranks + 1}q6q3i", ranks, programmatic)
 
 
-@functools.cache
+@kept
 def _loaded(entry: str, ranks: int, device: int) -> tuple[runtime.Kernel, int]:
     info = devices.device_info(device)
     spec = {"packets": packets_spec, "parts": parts_spec}[entry]

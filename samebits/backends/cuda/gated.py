@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.operands import TYPES
 
 _THREADS = 256
@@ -36,14 +36,7 @@ def kernel_spec(
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _kernel(
-    entry: str, dtype: torch.dtype, activation: str, form: str, vector: int, device: int
-) -> runtime.Kernel:
-    programmatic = devices.device_info(device).arch.copies_tiles
-    return runtime.load(
-        kernel_spec(entry, dtype, activation, form, vector, programmatic=programmatic), device
-    )
+_kernel = runtime.loader(kernel_spec)
 
 
 def gated(
@@ -145,7 +138,7 @@ def _launch(
     if low & 15 or n % vector:
         vector = 1
     count = rows * (n // vector)
-    _kernel("gated", gate.dtype, activation, form, vector, gate.get_device()).launch(
+    _kernel(gate.get_device(), "gated", gate.dtype, activation, form, vector).launch(
         (-(-count // _THREADS), 1, 1),
         *(gate.data_ptr(), up, to.data_ptr(), gate_row, up_row, out_row),
         *(count, n // vector, limit, alpha),
@@ -175,7 +168,7 @@ def _launch_backward(
     if low & 15 or n % vector:
         vector = 1
     count = rows * (n // vector)
-    _kernel("gated_backward", dtype, activation, form, vector, device).launch(
+    _kernel(device, "gated_backward", dtype, activation, form, vector).launch(
         (-(-count // _THREADS), 1, 1), *addresses, *steps, count, n // vector, limit, alpha
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -23,9 +21,7 @@ def kernel_spec(numbers: torch.dtype, unit: int) -> compiler.KernelSpec:
     )
 
 
-@functools.cache
-def _kernel(numbers: torch.dtype, unit: int, device: int) -> runtime.Kernel:
-    return runtime.load(kernel_spec(numbers, unit), device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def rows_of(table: Tensor, numbers: Tensor) -> Tensor:
@@ -39,7 +35,7 @@ def rows_of(table: Tensor, numbers: Tensor) -> Tensor:
         size, step = width * table.itemsize, table.stride(0) * table.itemsize
         unit = next(n for n in _UNITS if (table.data_ptr() | size | step) % n == 0)
         parts = -(-size // (unit * _PART))
-        _kernel(numbers.dtype, unit, table.get_device()).launch(
+        _kernel(table.get_device(), numbers.dtype, unit).launch(
             (-(-numbers.numel() * parts // _WARPS), 1, 1),
             *(table.data_ptr(), numbers.data_ptr(), out.data_ptr()),
             *(numbers.numel(), parts, count, size // unit, step // unit),

@@ -12,7 +12,7 @@ from torch import Tensor
 from samebits.backends import Later
 from samebits.backends.cuda import compiler, devices, runtime, shapes, tensor_maps, tuned
 from samebits.backends.cuda.operands import address
-from samebits.backends.cuda.plans import on_change
+from samebits.backends.cuda.plans import kept
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import EPILOGUE_TYPES
 from samebits.backends.cuda.shapes import LogpShape, dtype_name
@@ -112,7 +112,7 @@ def _readable(x: Tensor) -> bool:
     return x.stride(1) == 1 and (len(x) == 1 or (row > 0 and row % 8 == 0)) and x.data_ptr() % 16 == 0
 
 
-@functools.lru_cache(maxsize=1024)
+@kept
 def _prepared(
     entry: str,
     dtype: torch.dtype,
@@ -147,9 +147,6 @@ def _prepared(
         operand_maps(dtype, hidden, 1, False, hidden_block, s.block_k, hidden_sharers, *how),
         operand_maps(dtype, weight, 1, False, weight_block, s.block_k, weight_sharers, *how),
     )
-
-
-on_change(lambda: _prepared.cache_clear())
 
 
 def _tuned(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -44,15 +43,7 @@ def kernel_spec(
     return compiler.KernelSpec("logp.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
 
-@functools.cache
-def _kernel(
-    entry: str,
-    device: int,
-    logits: torch.dtype = torch.float32,
-    grads: torch.dtype = torch.float32,
-    entropy: bool = False,
-) -> runtime.Kernel:
-    return runtime.load(kernel_spec(entry, logits, grads, entropy=entropy), device)
+_kernel = runtime.loader(kernel_spec)
 
 
 _ANSWERS = 32, 64  # calls of first_unknown in a thread, which waits for each, and blocks of one call
@@ -81,7 +72,7 @@ def first_unknown(target: Tensor, vocabulary: int, ignore_index: int) -> Callabl
     device, (room, turn) = target.get_device(), _answers.place()
     blocks = min(_ANSWERS[1], -(-count // (4 * _THREADS)))
     to = room.data_ptr() + 8 * _ANSWERS[1] * turn
-    kernel = _kernel("first_unknown", device)
+    kernel = _kernel(device, "first_unknown")
     kernel.launch((blocks, 1, 1), target.data_ptr(), to, count, vocabulary, ignore_index)
     answered = torch.cuda.current_stream(device).record_event()
 
@@ -102,7 +93,7 @@ def add_statistics(to: Statistics, logits: Tensor, first: int, rows: Rows) -> No
     logits = with_rows(logits)
     tokens, width = logits.shape
     block, blocks = first // VOCAB_BLOCK, to.m.shape[1]
-    kernel = _kernel("block_statistics", logits.get_device(), logits.dtype, entropy=rows.with_entropy)
+    kernel = _kernel(logits.get_device(), "block_statistics", logits.dtype, entropy=rows.with_entropy)
     kernel.launch(
         (tokens * -(-width // (_WARPS * VOCAB_BLOCK)), 1, 1),
         *(logits.data_ptr(), logits.stride(0), rows.target.data_ptr()),
@@ -117,7 +108,7 @@ def combine(statistics: Statistics, rows: Rows) -> None:
     tokens, blocks = statistics.m.shape
     few = tokens <= _FEW_ROWS and blocks > _FEW_BLOCKS  # then the latency of a row decides
     entry, grid = ("combine_few", tokens) if few else ("combine", -(-tokens // _WARPS))
-    kernel = _kernel(entry, rows.target.get_device(), entropy=rows.with_entropy)
+    kernel = _kernel(rows.target.get_device(), entry, entropy=rows.with_entropy)
     kernel.launch(
         (grid, 1, 1),
         *(t.data_ptr() for t in statistics),
@@ -133,12 +124,12 @@ def of_ids(logits: Tensor, ids: Tensor) -> Tensor:
     blocks = -(-vocabulary // VOCAB_BLOCK)
     m, s = (runtime.empty((rows, blocks), torch.float32, device) for _ in range(2))
     out = runtime.empty(ids.shape, torch.float32, device)
-    _kernel("block_statistics", device, logits.dtype).launch(
+    _kernel(device, "block_statistics", logits.dtype).launch(
         (rows * -(-blocks // _WARPS), 1, 1),
         *(logits.data_ptr(), logits.stride(0), 0, m.data_ptr(), s.data_ptr(), 0, 0),
         *(0, vocabulary, blocks, 1.0),
     )
-    _kernel("combine_ids", device, logits.dtype).launch(
+    _kernel(device, "combine_ids", logits.dtype).launch(
         (rows, 1, 1),
         *(m.data_ptr(), s.data_ptr(), logits.data_ptr(), ids.data_ptr(), out.data_ptr()),
         *(logits.stride(0), ids.stride(0), vocabulary),
@@ -165,7 +156,7 @@ def grad_logits_later(
         return int
     tokens, width = logits.shape
     entropy = grad_entropy is not None
-    kernel = _kernel("grad_logits", logits.get_device(), logits.dtype, out.dtype, entropy)
+    kernel = _kernel(logits.get_device(), "grad_logits", logits.dtype, out.dtype, entropy=entropy)
     return partial(
         kernel.launch,
         (tokens * -(-width // (_THREADS * _GRADS_A_THREAD)), 1, 1),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -21,9 +19,7 @@ def kernel_spec(entry: str, dtype: torch.dtype) -> compiler.KernelSpec:
     return compiler.KernelSpec("losses.cu", entry, _PARAMS[entry], constants, block=_THREADS)
 
 
-@functools.cache
-def _kernel(entry: str, dtype: torch.dtype, device: int) -> runtime.Kernel:
-    return runtime.load(kernel_spec(entry, dtype), device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def pick(logs: Tensor, target: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
@@ -34,7 +30,7 @@ def pick(logs: Tensor, target: Tensor, vocabulary: int, ignore_index: int) -> Te
     """
     out = runtime.empty(target.shape, logs.dtype, logs.get_device())
     if out.numel():
-        _kernel("pick", logs.dtype, logs.get_device()).launch(
+        _kernel(logs.get_device(), "pick", logs.dtype).launch(
             (-(-out.numel() // _THREADS), 1, 1),
             *(logs.data_ptr(), out.data_ptr()),
             *_targets(logs, target, vocabulary, ignore_index),
@@ -46,7 +42,7 @@ def mean(total: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tens
     """The total loss ``[1]`` divided by the number of targets that are not ignored, and that number."""
     device = total.get_device()
     out, count = runtime.empty((), total.dtype, device), runtime.empty((), torch.int64, device)
-    _kernel("mean_of_losses", total.dtype, device).launch(
+    _kernel(device, "mean_of_losses", total.dtype).launch(
         (1, 1, 1),
         *(total.data_ptr(), out.data_ptr(), count.data_ptr()),
         *_targets(total, target, 0, ignore_index),
@@ -66,7 +62,7 @@ def spread(
     allocate = runtime.zeros if dense else runtime.empty
     out = allocate(shape, grad.dtype, grad.get_device())
     if target.numel():
-        _kernel("spread", grad.dtype, grad.get_device()).launch(
+        _kernel(grad.get_device(), "spread", grad.dtype).launch(
             (-(-target.numel() // _THREADS), 1, 1),
             *(grad.data_ptr(), address(count), out.data_ptr()),
             grad.stride(0) if grad.ndim else 0,

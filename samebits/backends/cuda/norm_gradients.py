@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.operands import TYPES, address
+from samebits.backends.cuda.plans import kept
 
 _THREADS = 256
 _WIDEST = 32768  # bytes of a row that has room in shared memory beside others
@@ -78,7 +78,7 @@ def kernel_spec(x: torch.dtype, param: torch.dtype, sums: torch.dtype, shares: S
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@kept
 def _kernel(
     device: int, n: int, x: torch.dtype, param: torch.dtype, sums: torch.dtype
 ) -> tuple[runtime.Kernel, int, int]:

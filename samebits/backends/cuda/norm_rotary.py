@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import add_rms_norm, compiler, devices, rotary, runtime
+from samebits.backends.cuda import add_rms_norm, compiler, rotary, runtime
 from samebits.backends.cuda.operands import TYPES, address
 from samebits.functions import VOCAB_BLOCK
 
@@ -44,21 +44,7 @@ def kernel_spec(
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _kernel(
-    entry: str,
-    x: torch.dtype,
-    param: torch.dtype,
-    trig: torch.dtype,
-    layout: str,
-    full: bool,
-    lanes: int,
-    gradients: str,
-    device: int,
-) -> runtime.Kernel:
-    programmatic = devices.device_info(device).arch.copies_tiles
-    spec = kernel_spec(entry, x, param, trig, layout, full, lanes, gradients, programmatic=programmatic)
-    return runtime.load(spec, device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def norm_rotary(
@@ -213,8 +199,8 @@ def _launch(
     (param,) = params
     lanes = 8 if n <= VOCAB_BLOCK else 16
     kernel = _kernel(
-        *(entry, lead.dtype, param, cos.dtype, layout, cos.shape[-1] == 2 * pairs, lanes, gradients),
-        lead.get_device(),
+        *(lead.get_device(), entry, lead.dtype, param, cos.dtype),
+        *(layout, cos.shape[-1] == 2 * pairs, lanes, gradients),
     )
     of_terms = [0 if t is None or t.numel() == 0 else t.data_ptr() for t in terms]
     addresses = *map(address, rows[: -len(outs)]), *map(address, weights), *map(address, rows[-2:]), *of_terms

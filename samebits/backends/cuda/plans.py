@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
 from samebits.backends import replay
 
-__all__ = ["Plans", "forget_plans", "on_change"]
+__all__ = ["Plans", "forget_plans", "kept", "on_change"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -41,6 +43,13 @@ _forget: list[Callable[[], object]] = []
 def on_change(forget: Callable[[], object]) -> None:
     """Call `forget`, which drops what follows from schedules, whenever plans are dropped."""
     _forget.append(forget)
+
+
+def kept(make: Callable[P, T]) -> Callable[P, T]:
+    """`make`, which is called once for the same arguments, until plans are dropped."""
+    found = functools.lru_cache(maxsize=4096)(make)
+    on_change(found.cache_clear)
+    return cast(Callable[P, T], found)
 
 
 def forget_plans() -> None:

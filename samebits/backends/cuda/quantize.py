@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -34,11 +32,7 @@ def kernel_spec(
     )
 
 
-@functools.cache
-def _kernel(
-    x: torch.dtype, values: torch.dtype, square: bool, vector: bool, silu: str, device: int
-) -> runtime.Kernel:
-    return runtime.load(kernel_spec(x, values, square=square, vector=vector, silu=silu), device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def quantize(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -71,7 +65,7 @@ def _quantized(x: Tensor, up: Tensor | None, square: bool, dtype: torch.dtype) -
     at_once = 1 if square else _LINES * (4 if up is None else 2)
     grid = -(-scale.numel() // at_once)
     silu = "NO" if up is None else silu_of(x.dtype, device)
-    _kernel(x.dtype, dtype, square, vector, silu, device).launch(
+    _kernel(device, x.dtype, dtype, square=square, vector=vector, silu=silu).launch(
         *((grid, 1, 1), operands[0].data_ptr(), 0 if up is None else operands[1].data_ptr()),
         *(values.data_ptr(), scale.data_ptr(), rows[0], rows[-1], m, k, blocks),
     )

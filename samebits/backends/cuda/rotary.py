@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, devices, runtime
+from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.operands import TYPES, address
 
 _THREADS = 128
@@ -41,13 +41,7 @@ def kernel_spec(
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _kernel(
-    x: torch.dtype, trig: torch.dtype, layout: str, full: bool, vector: int, gradients: str, device: int
-) -> runtime.Kernel:
-    programmatic = devices.device_info(device).arch.copies_tiles
-    spec = kernel_spec(x, trig, layout, full, vector, gradients, programmatic=programmatic)
-    return runtime.load(spec, device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def rotary(
@@ -128,7 +122,7 @@ def rotary_into(
     full = cos.shape[-1] == 2 * pairs
     steps = [(0, 0, 0) if t is None else t.stride()[:3] for t in given]
     tasks = sum(heads) * (pairs // vector - (-rest // (2 * vector)))
-    _kernel(q.dtype, cos.dtype, layout, full, vector, gradients, q.get_device()).launch(
+    _kernel(q.get_device(), q.dtype, cos.dtype, layout, full, vector, gradients).launch(
         (batch * count, -(-tasks // _THREADS), 1),
         *(*map(address, given), *steps[0], *steps[1], *steps[2], *steps[3]),
         *(*table_of(cos, sin, at), count, *heads, pairs, rest),

@@ -7,7 +7,6 @@ has norms with a residual sum.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from samebits.backends import replay
 from samebits.backends.cuda import columns, compiler, devices, gather, runtime
 from samebits.backends.cuda import norm_gradients as together
 from samebits.backends.cuda.operands import TYPES, address, with_rows
+from samebits.backends.cuda.plans import kept
 from samebits.backends.cuda.slots import combine_slots as combine_slots
 from samebits.backends.cuda.slots import route as route
 from samebits.backends.cuda.slots import slot_sum as slot_sum
@@ -172,8 +172,7 @@ def _bytes_of_row(entry: str, x: torch.dtype, sharing: Sharing) -> int:
     return sharing.passes * 16 * _THREADS * x.itemsize if entry in _STAGES else 0
 
 
-# To make a KernelSpec, and its hash, takes longer than a launch.
-@functools.lru_cache(maxsize=4096)
+@kept
 def _plan(
     entry: str,
     device: int,
@@ -297,7 +296,7 @@ def long_spec(
     )
 
 
-@functools.cache
+@kept
 def _long_kernel(device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -> tuple[runtime.Kernel, int]:
     """The kernel, and how many of its blocks run at once."""
     info = devices.device_info(device)

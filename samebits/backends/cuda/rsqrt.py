@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -20,9 +18,7 @@ def kernel_spec(dtype: torch.dtype) -> compiler.KernelSpec:
     )
 
 
-@functools.cache
-def _kernel(dtype: torch.dtype, device: int) -> runtime.Kernel:
-    return runtime.load(kernel_spec(dtype), device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def rsqrt(x: Tensor) -> Tensor:
@@ -30,7 +26,7 @@ def rsqrt(x: Tensor) -> Tensor:
     x = x if x.is_contiguous() else x.contiguous()
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     if count := out.numel():
-        _kernel(x.dtype, x.get_device()).launch(
+        _kernel(x.get_device(), x.dtype).launch(
             (-(-count // _THREADS), 1, 1), x.data_ptr(), out.data_ptr(), count
         )
     return out

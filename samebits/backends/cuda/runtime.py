@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
@@ -24,10 +25,11 @@ from samebits.backends import UnavailableError, replay
 from samebits.backends.cuda import compiler, devices, driver
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.cuda.devices import require
+from samebits.backends.cuda.plans import kept
 from samebits.backends.modes import sees_calls
 from samebits.remedies import see
 
-__all__ = ["Kernel", "announce", "before_loading", "empty", "load", "require", "zeros"]
+__all__ = ["Kernel", "announce", "before_loading", "empty", "load", "loader", "require", "zeros"]
 
 _CONFIG = "@7I P P I"  # CUlaunchConfig: grid, block, shared memory; stream; attributes; their number
 _MAX_DYNAMIC_SMEM = 8
@@ -202,6 +204,26 @@ def load(spec: KernelSpec, device: int) -> Kernel:
             if kernel is None:
                 kernel = _kernels[spec, device] = _load(spec, device)
     return kernel
+
+
+_P = ParamSpec("_P")
+
+
+def loader(spec: Callable[_P, KernelSpec]) -> Callable[Concatenate[int, _P], Kernel]:
+    """A function of a device and `spec`'s arguments, which loads that kernel and keeps it by them.
+
+    To make a KernelSpec, and its hash, takes longer than a launch. If `spec` takes `programmatic`, that says
+    whether launches may overlap on the device.
+    """
+    told = "programmatic" in inspect.signature(spec).parameters
+
+    @kept
+    def loaded(device: int, /, *args: _P.args, **kwargs: _P.kwargs) -> Kernel:
+        if told:
+            kwargs["programmatic"] = devices.device_info(device).arch.copies_tiles
+        return load(spec(*args, **kwargs), device)
+
+    return loaded
 
 
 def _load(spec: KernelSpec, device: int) -> Kernel:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -25,11 +23,7 @@ def kernel_spec(
     return compiler.KernelSpec(*("slots.cu", entry, _PARAMS[entry], constants), block=_THREADS, oldest=OLDEST)
 
 
-@functools.cache
-def _kernel(
-    entry: str, device: int, dtype: torch.dtype, vector: int, slots: int, weighted: bool
-) -> runtime.Kernel:
-    return runtime.load(kernel_spec(entry, dtype, vector, slots, weighted), device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def _launch(
@@ -49,7 +43,7 @@ def _launch(
         vector = 16 // x.itemsize if low & 15 == 0 else 1
         weights, numbers = (None if t is None else t.contiguous() for t in (weights, numbers))
         terms = slots if entry == "sum_slots" else 1
-        kernel = _kernel(entry, device, x.dtype, vector, terms, weights is not None)
+        kernel = _kernel(device, entry, x.dtype, vector, terms, weights is not None)
         kernel.launch(
             (-(-count * (n // vector) // _THREADS), 1, 1),
             *(x.data_ptr(), address(weights), address(numbers), out.data_ptr()),
@@ -81,7 +75,7 @@ def route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor
     places = runtime.empty((slots,), torch.int64, device)
     ends = runtime.empty((count,), torch.int32, device)
     sequences = runtime.empty((slots if each else 0,), torch.int32, device)
-    _kernel("route", device, torch.float32, 1, 1, False).launch(
+    _kernel(device, "route", torch.float32, 1, 1, False).launch(
         (-(-(slots + 1) // _THREADS), 1, 1),
         *(address(experts), address(order), address(places), ends.data_ptr(), address(sequences)),
         *(slots, count, each),

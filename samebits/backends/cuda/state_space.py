@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +77,7 @@ def kernel_spec(
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _kernel(device: int, options: tuple[tuple[str, Any], ...], *given: Any) -> runtime.Kernel:
-    programmatic = devices.device_info(device).arch.copies_tiles
-    return runtime.load(kernel_spec(*given, **dict(options), programmatic=programmatic), device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def scan(
@@ -196,9 +192,7 @@ def _launch(
     aligned = not (address(before) | after.data_ptr() | decays.data_ptr() | 4 * after.stride(0)) & 15
     of_block = _THREADS // lanes(size) * schedule.kept
     blocks = -(-channels // groups // of_block)
-    kernel = _kernel(
-        *(x.get_device(), tuple((options | {"aligned": aligned}).items()), x.dtype, size, own, schedule)
-    )
+    kernel = _kernel(x.get_device(), x.dtype, size, own, schedule, aligned=aligned, **options)
     kernel.launch(
         (len(after), blocks * groups, 1),
         *(t.data_ptr() for t in (x, b, c, steps, decays)),
@@ -234,9 +228,7 @@ def backward_spec(
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _backward_kernel(device: int, *given: Any) -> runtime.Kernel:
-    return runtime.load(backward_spec(*given), device)
+_backward_kernel = runtime.loader(backward_spec)
 
 
 def scan_backward(

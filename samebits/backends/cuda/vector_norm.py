@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -21,9 +19,7 @@ def kernel_spec(dtype: torch.dtype) -> compiler.KernelSpec:
     )
 
 
-@functools.cache
-def _kernel(dtype: torch.dtype, device: int) -> runtime.Kernel:
-    return runtime.load(kernel_spec(dtype), device)
+_kernel = runtime.loader(kernel_spec)
 
 
 def backward(grad: Tensor, x: Tensor, norms: Tensor) -> Tensor:
@@ -31,7 +27,7 @@ def backward(grad: Tensor, x: Tensor, norms: Tensor) -> Tensor:
     x = with_rows(x)
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     if out.numel():
-        _kernel(x.dtype, x.get_device()).launch(
+        _kernel(x.get_device(), x.dtype).launch(
             (-(-out.numel() // _THREADS), 1, 1),
             *(t.data_ptr() for t in (grad, x, norms, out)),
             *(grad.stride(0), x.stride(0), norms.stride(0), out.numel(), x.shape[1]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import struct
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,26 +13,12 @@ import pytest
 import torch
 
 from samebits.backends.cuda import (
-    columns,
     compiler,
     devices,
-    gated,
-    gather,
-    grouped,
-    linear_logp_sm90,
-    logp,
-    matmul,
-    norm_gradients,
-    norm_rotary,
-    rotary,
-    rows,
-    rsqrt,
     runtime,
-    slots,
     tensor_maps,
 )
-from samebits.backends.cuda.attention import sm90
-from samebits.backends.cuda.plans import Plans
+from samebits.backends.cuda.plans import forget_plans
 
 
 class Launch(str):
@@ -48,7 +35,7 @@ def _without_device(allocate: Any, shape: Any, dtype: torch.dtype, device: int) 
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """CPU tensors pass for those of an H200: everything of a launch but the launch, which is noted."""
     found: list[Launch] = []
 
@@ -87,12 +74,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     for name, allocate in (("empty", torch.empty), ("zeros", torch.zeros)):
         fake = functools.partial(_without_device, allocate)
         monkeypatch.setattr(runtime, name, fake)
-    monkeypatch.setattr(matmul, "_plans", Plans())
-    monkeypatch.setattr(sm90, "_plans", Plans())
-    monkeypatch.setattr(grouped, "_plans", Plans())
-    linear_logp_sm90._prepared.cache_clear()
-    of_rows = rows._plan, rows._long_kernel, columns._kernel, gather._kernel, norm_gradients._kernel
-    of_heads = rotary._kernel, norm_rotary._kernel
-    for made in (logp._kernel, slots._kernel, gated._kernel, rsqrt._kernel, *of_heads, *of_rows):
-        made.cache_clear()
-    return found
+    forget_plans()
+    yield found
+    forget_plans()
