@@ -1,7 +1,8 @@
-"""CUDA kernels of rows and of elements, compiled by a C++ compiler and run on a CPU.
+"""CUDA kernels, compiled by a C++ compiler and run on a CPU.
 
-Their host side runs, too, on CPU tensors. A GPU alone shows that NVRTC's code does the same, and how threads
-of several warps meet.
+Their host side runs, too, on CPU tensors. Tensor-core steps are those of ``AMPERE``, as the contract has them.
+Threads of a block take turns, so that a missing barrier shows only if it matters to one of two orders of them.
+A GPU alone shows that NVRTC's code does the same.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class HostKernel:
         given = struct.pack(self._spec.params, *params)
         # A struct of 64-bit members ends at a multiple of 8 bytes.
         room = ctypes.create_string_buffer(given, -(-len(given) // 8) * 8)
-        self._launch(room, grid[0], self._spec.block)
+        self._launch(room, *grid, self._spec.block)
 
 
 @functools.cache
@@ -57,6 +58,7 @@ def _sources() -> Path:
         assert ptx in text, f"convert.cuh has changed: {ptx}"
         text = text.replace(ptx, plain)
     convert.write_text(text)
+    shutil.copy(_HERE / "ptx_sm80.cuh", to / "include")
     return to
 
 

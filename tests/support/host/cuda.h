@@ -11,11 +11,12 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__
+#define __align__(n)
 
 struct Index {
     unsigned x, y, z;
 };
-inline Index blockIdx, threadIdx;
+inline Index blockIdx, threadIdx, blockDim, gridDim;
 
 struct float2 {
     float x, y;
@@ -56,11 +57,27 @@ inline unsigned short narrowed_half(float x) {
     return x != x ? 0x7FFF : with_bits_of<unsigned short>(static_cast<_Float16>(x));
 }
 
-// Of a warp's lanes, which take turns.
-inline int __shfl_sync(unsigned, int x, int) { return x; }  // of values that are one for all lanes
-float __shfl_xor_sync(unsigned, float x, int distance);
+// Of a block's threads, which take turns.
+void __syncthreads();
 void __syncwarp(unsigned = 0);
+float told_by(float x, int lane);  // a lane of the same warp; all of them tell
+inline float __shfl_xor_sync(unsigned, float x, int distance) { return told_by(x, int(threadIdx.x % 32) ^ distance); }
+inline float __shfl_sync(unsigned, float x, int lane) { return told_by(x, lane); }
+inline int __shfl_sync(unsigned, int x, int lane) { return __float_as_int(told_by(__int_as_float(x), lane)); }
+
+template <class T>
+inline T min(T a, T b) { return b < a ? b : a; }
+template <class T>
+inline T max(T a, T b) { return a < b ? b : a; }
+inline int atomicAdd(int* to, int x) {
+    const int before = *to;
+    *to += x;
+    return before;
+}
+inline void __threadfence() {}
+
+extern unsigned char bytes[];  // shared memory
+inline unsigned long __cvta_generic_to_shared(const void* p) { return static_cast<const unsigned char*>(p) - bytes; }
 
 // Not called by the kernels that run here.
 unsigned __funnelshift_r(unsigned, unsigned, unsigned);
-inline unsigned long __cvta_generic_to_shared(const void*) { return 0; }

@@ -1,57 +1,91 @@
-// Runs SOURCE's kernel ENTRY: one block after the other, one warp after the other, whose lanes take turns.
+// Runs SOURCE's kernel ENTRY: one block after the other, whose threads take turns at barriers.
 
 #include "cuda.h"
 
 #include <ucontext.h>
 
+alignas(1024) unsigned char bytes[256 << 10];  // shared memory
+
 #include SOURCE
 
-static constexpr int LANES_OF_WARP = 32;
+static constexpr int MOST = 1024, WARP = 32;
+
+struct Barrier {
+    int arrived, passed, threads;
+};
 
 static const Params* params;
-static ucontext_t all, lanes[LANES_OF_WARP];
-static char stacks[LANES_OF_WARP][1 << 17];
-static bool ended[LANES_OF_WARP];
-static int now, turn[LANES_OF_WARP];
-static float told[2][LANES_OF_WARP];
+static ucontext_t all, threads[MOST];
+static char stacks[MOST][1 << 17];
+static Barrier of_block, of_warp[MOST / WARP], *waits_at[MOST];
+static bool ended[MOST];
+static int now, seen[MOST], turn[MOST];
+static float told[2][MOST];
 
-// Every other lane gets as far, too, before this one goes on.
-void __syncwarp(unsigned) { swapcontext(&lanes[now], &all); }
+static void pass(Barrier& at) { at.arrived = 0, ++at.passed; }
+
+static void meet(Barrier& at) {
+    if (++at.arrived == at.threads) return pass(at);
+    waits_at[now] = &at, seen[now] = at.passed;
+    swapcontext(&threads[now], &all);
+}
+
+static void leave(Barrier& at) {
+    if (--at.threads && at.arrived == at.threads) pass(at);
+}
+
+void __syncthreads() { meet(of_block); }
+void __syncwarp(unsigned) { meet(of_warp[now / WARP]); }
 
 // A lane that goes on may tell its next value before others have read this one: there is room for both.
-float __shfl_xor_sync(unsigned, float x, int distance) {
-    const int lane = now, half = turn[lane] ^= 1;
-    told[half][lane] = x;
+float told_by(float x, int lane) {
+    const int half = turn[now] ^= 1;
+    told[half][now] = x;
     __syncwarp();
-    return told[half][lane ^ distance];
+    return told[half][now / WARP * WARP + lane];
 }
 
 static void run() {
     ENTRY(*params);
     ended[now] = true;
-    swapcontext(&lanes[now], &all);
+    leave(of_block), leave(of_warp[now / WARP]);
+    swapcontext(&threads[now], &all);
 }
 
-extern "C" void launch(const Params* given, int blocks, int threads) {
+static void run_block(int count, bool backwards) {
+    std::memset(bytes, 0xFF, sizeof(bytes));
+    of_block = {0, 0, count};
+    for (int i = 0; i < count; ++i) {
+        getcontext(&threads[i]);
+        threads[i].uc_stack.ss_sp = stacks[i];
+        threads[i].uc_stack.ss_size = sizeof(stacks[i]);
+        makecontext(&threads[i], run, 0);
+        ended[i] = false, turn[i] = 0, waits_at[i] = nullptr;
+        of_warp[i / WARP] = {0, 0, WARP};
+    }
+    for (int left = count; left;) {
+        left = 0;
+        for (int i = 0; i < count; ++i) {
+            now = backwards ? count - 1 - i : i;
+            if (ended[now]) continue;
+            ++left;
+            if (waits_at[now] && waits_at[now]->passed == seen[now]) continue;
+            waits_at[now] = nullptr;
+            threadIdx.x = now;
+            swapcontext(&all, &threads[now]);
+        }
+    }
+}
+
+// Every second launch begins with the last warps and blocks: order must not matter.
+extern "C" void launch(const Params* given, int x, int y, int z, int count) {
+    static bool backwards = true;
+    backwards = !backwards;
     params = given;
-    for (int thread = 0; thread < blocks * threads; thread += LANES_OF_WARP) {
-        blockIdx.x = thread / threads;
-        for (int i = 0; i < LANES_OF_WARP; ++i) {
-            getcontext(&lanes[i]);
-            lanes[i].uc_stack.ss_sp = stacks[i];
-            lanes[i].uc_stack.ss_size = sizeof(stacks[i]);
-            makecontext(&lanes[i], run, 0);
-            ended[i] = false;
-            turn[i] = 0;
-        }
-        for (bool some = true; some;) {
-            some = false;
-            for (now = 0; now < LANES_OF_WARP; ++now) {
-                if (ended[now]) continue;
-                threadIdx.x = thread % threads + now;
-                swapcontext(&all, &lanes[now]);
-                some |= !ended[now];
-            }
-        }
+    gridDim = {unsigned(x), unsigned(y), unsigned(z)}, blockDim = {unsigned(count), 1, 1};
+    for (int n = 0; n < x * y * z; ++n) {
+        const int i = backwards ? x * y * z - 1 - n : n;
+        blockIdx = {unsigned(i % x), unsigned(i / x % y), unsigned(i / x / y)};
+        run_block(count, backwards);
     }
 }

@@ -1,0 +1,52 @@
+"""Kernels of delta rules and linear attention, compiled for a CPU: the reference's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from samebits.backends.cuda import delta as kernels
+from samebits.backends.cuda import matmul
+from samebits.backends.delta import Delta
+from samebits.backends.reference import delta as reference
+from samebits.contract import AMPERE
+from samebits.testing import assert_same_bits
+from tests.backends.cuda.test_delta import operands, pieces
+from tests.support import host_kernels
+
+pytestmark = host_kernels.needs_compiler
+
+FORMS = [
+    # dtype, tensor core, delta rule, decays, key heads, heads, key size, size
+    (torch.bfloat16, True, True, True, 1, 2, 32, 24),
+    (torch.float16, True, False, True, 1, 1, 20, 17),
+    (torch.float32, False, True, True, 1, 1, 16, 16),
+]
+SCHEDULES = [kernels.Schedule(16, 16, 4, 1), kernels.Schedule(32, 64, 8, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_kernels.use(monkeypatch, kernels)
+    monkeypatch.setattr(matmul, "family", lambda device: AMPERE)
+    monkeypatch.setattr(matmul, "check_contract", lambda contract, device: None)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_forward(form: tuple[object, ...], schedule: kernels.Schedule) -> None:
+    x = operands(form)
+
+    def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) -> None:
+        kernels.forward(x, state, out, closed, schedule)
+
+    results = []
+    for run in (reference.forward, forward):
+        out = torch.full(x.v.shape, torch.nan, dtype=x.v.dtype)
+        closed = torch.full(x.initial.shape, torch.nan)  # type: ignore[union-attr]
+        run(x, None, out, closed)
+        by_pieces, last, state = pieces(run, x)
+        results.append((out, closed, by_pieces, last, state.parts["matrix"]))
+    for want, got in zip(*results, strict=True):
+        assert_same_bits(got, want)

@@ -1,0 +1,103 @@
+// include/ptx_sm80.cuh on a CPU: tensor-core steps as the contract has them for AMPERE, and copies that wait.
+#pragma once
+
+#include <cmath>
+#include <deque>
+#include <limits>
+#include <vector>
+
+#include "convert.cuh"
+
+inline int exponent_of(float x, int lowest) { return max(std::ilogb(x), lowest); }
+
+// docs/contract.md, "TENSOR_CORE", with F = 24 and Z = -132.
+inline float fused(float acc, const float* a, const float* b, int lowest) {
+    constexpr int F = 24, Z = -132;
+    double terms[9] = {acc};
+    int exponents[9] = {acc == 0 ? Z : exponent_of(acc, -126)};
+    double plain = acc;
+    for (int i = 0; i < 8; ++i) {
+        terms[i + 1] = double(a[i]) * double(b[i]);
+        plain += terms[i + 1];
+        const bool zero = a[i] == 0 || b[i] == 0;
+        exponents[i + 1] = zero ? Z : exponent_of(a[i], lowest) + exponent_of(b[i], lowest);
+    }
+    if (!std::isfinite(plain)) return from_arithmetic(float(plain));
+    int top = Z;
+    for (const int e : exponents) top = max(top, e);
+    long long sum = 0;
+    for (const double t : terms) sum += static_cast<long long>(std::trunc(std::ldexp(t, F - top)));
+    if (sum == 0) return 0;
+    const double exact = std::ldexp(double(sum), top - F);
+    float y = float(exact);
+    if (std::fabs(double(y)) > std::fabs(exact) && std::fabs(exact) < std::ldexp(1.0, 128)) y = std::nextafter(y, 0.0f);
+    return y == 0 ? 0.0f : y;
+}
+
+template <bool IS_BF16>
+inline void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32* b) {
+    using E = Element<IS_BF16 ? BF16 : F16>;
+    const int lane = threadIdx.x % 32;
+    float rows[2][16], columns[2][16];
+    for (int i = 0; i < 4; ++i)
+        for (int from = 0; from < 4; ++from) {
+            const auto pick = [&](u32 mine, int lane, float* to) {
+                const u32 both = __shfl_sync(~0u, int(mine), lane);
+                to[0] = E::widen(u16(both)), to[1] = E::widen(u16(both >> 16));
+            };
+            pick(a[i], lane / 4 * 4 + from, rows[i % 2] + i / 2 * 8 + from * 2);
+            if (i < 2)
+                for (int n = 0; n < 2; ++n) pick(b[i], (lane % 4 * 2 + n) * 4 + from, columns[n] + i * 8 + from * 2);
+        }
+    for (int i = 0; i < 4; ++i) {
+        const float *x = rows[i / 2], *y = columns[i % 2];
+        const int lowest = IS_BF16 ? -126 : -14;
+        c[i] = fused(fused(c[i], x, y, lowest), x + 8, y + 8, lowest);
+    }
+}
+
+template <bool TRANSPOSE>
+inline void ldmatrix_x4(u32 (&r)[4], u32 address) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+    for (int i = 0; i < 4; ++i) {
+        const auto at = [&](int row, int column) {
+            const u32 from = __shfl_sync(~0u, int(address), i * 8 + row);
+            return u32(*reinterpret_cast<u16*>(bytes + from + column * 2));
+        };
+        // Every lane asks for a row of its own.
+        u32 both[2];
+        for (int half = 0; half < 2; ++half) {
+            const int row = lane / 4, column = lane % 4 * 2 + half;
+            both[half] = TRANSPOSE ? at(column, row) : at(row, column);
+        }
+        r[i] = both[0] | both[1] << 16;
+    }
+    __syncwarp();
+}
+
+struct Copy {
+    unsigned char* to;
+    const void* from;
+    int given, size;
+};
+inline std::deque<std::vector<Copy>> groups[1024];
+inline std::vector<Copy> begun[1024];
+
+inline void cp_async_16(u32 to, const void* from, int given) {
+    begun[threadIdx.x].push_back({bytes + to, from, given, 16});
+}
+inline void cp_async_16(u32 to, const void* from) { cp_async_16(to, from, 16); }
+inline void cp_async_4(u32 to, const void* from) { begun[threadIdx.x].push_back({bytes + to, from, 4, 4}); }
+inline void cp_async_commit() {
+    groups[threadIdx.x].push_back(begun[threadIdx.x]);
+    begun[threadIdx.x].clear();
+}
+template <int PENDING>
+inline void cp_async_wait() {
+    for (auto& mine = groups[threadIdx.x]; mine.size() > PENDING; mine.pop_front())
+        for (const Copy& c : mine.front()) {
+            std::memcpy(c.to, c.from, c.given);
+            std::memset(c.to + c.given, 0, c.size - c.given);
+        }
+}
