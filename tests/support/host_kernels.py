@@ -1,8 +1,8 @@
 """CUDA kernels, compiled by a C++ compiler and run on a CPU.
 
-Their host side runs, too, on CPU tensors. Tensor-core steps are those of ``AMPERE``, as the contract has them.
-Threads of a block take turns, so that a missing barrier shows only if it matters to one of two orders of them.
-A GPU alone shows that NVRTC's code does the same.
+Their host side runs, too, on CPU tensors. Tensor-core steps are those of ``AMPERE``, as the contract has
+them. Threads of a block take turns, so that a missing barrier shows only if it matters to one of two orders
+of them. A GPU alone shows that NVRTC's code does the same.
 """
 
 from __future__ import annotations

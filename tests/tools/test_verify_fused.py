@@ -28,7 +28,8 @@ def report() -> Report:
 
 def test_cases_cover_kernels_dtypes_and_kinds_of_values() -> None:
     layers = {"add_rms_norm", "rotary", "norm_rotary", "gated", "gather_logp"}
-    assert {c.kernel for c in CASES} == layers | {"activation", "rsqrt", "causal_conv1d", "state_space"}
+    others = {"activation", "rsqrt", "causal_conv1d", "state_space", "delta"}
+    assert {c.kernel for c in CASES} == layers | others
     for name in layers:
         text = " ".join(map(str, (c for c in CASES if c.kernel == name)))
         assert all(word in text for word in ("bfloat16", "float16", "float32", *KINDS)), name

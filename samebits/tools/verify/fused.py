@@ -372,14 +372,18 @@ def _recurrent(times: int) -> Iterator[FusedCase]:
         yield FusedCase("causal_conv1d", what, *given)
     for what, *given in recurrent.state_spaces(times):
         yield FusedCase("state_space", what, *given)
+    for what, *given in recurrent.delta_rules(times):
+        yield FusedCase("delta", what, *given)
 
 
 def _sharings(case: FusedCase) -> list[Any]:
-    """How threads may share its rows, or its channels; None is the choice."""
+    """How threads may share its rows, or its channels, or which schedules it may have; None is the choice."""
     from samebits.backends.cuda import rows
 
     if case.kernel == "state_space":
         return [None, *range(recurrent.SCHEDULES)]
+    if case.kernel == "delta":
+        return [None, *range(recurrent.delta_schedules())]
     return [None, *(rows.sharings(*case.row) if case.row else ())]
 
 

@@ -1,4 +1,4 @@
-"""Verification of state spaces and short convolutions, on operands made for them."""
+"""Verification of delta rules, state spaces and short convolutions, on operands made for them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+from samebits.ops.delta_rule import gated_delta_rule, lightning_attention
 from samebits.ops.state_space import selective_scan, selective_state_update, ssd
 from samebits.testing import KINDS, values
 
@@ -33,6 +34,8 @@ _OF_CHANNELS = (
     (3, 130, 19, 1, 8),
     (3, 257, 18, 1, 16),
 )
+# Rows, tokens, key heads, heads, sizes of keys and values.
+_RULES = ((1, 70, 1, 1, 128, 128), (3, 9, 2, 4, 64, 40), (2, 131, 1, 2, 20, 17), (1, 1, 2, 2, 256, 256))
 
 
 def convolutions(times: int) -> Iterator[tuple[str, str, Any, Any]]:
@@ -165,6 +168,75 @@ def _gradients_of_channels(
         y = selective_scan(u, delta, A, b, c, D)
         assert isinstance(y, Tensor)
         return torch.autograd.grad(y, [u, delta, A, b, c, D], z)
+
+
+def delta_rules(times: int) -> Iterator[tuple[str, str, Any, Any]]:
+    """The same."""
+    kinds = itertools.cycle(("normal", "tiny", "sparse", "cancel"))
+    for dtype, shape, operation in itertools.product(DTYPES, _RULES, (gated_delta_rule, lightning_attention)):
+        for _ in range(times):
+            kind = next(kinds)
+            draw, run = partial(_ruled, kind, shape, dtype), partial(_of_rule, operation)
+            yield operation.__name__, f"{shape}, {dtype}, {kind}", draw, _delta_scheduled(run)
+
+
+def _ruled(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Results:
+    rows, tokens, key_heads, heads, key_size, size = shape
+    q, k = (values("normal", (rows, tokens, key_heads, key_size), dtype, seed) for seed in (1, 2))
+    v = values(kind, (rows, tokens, heads, size), dtype, 3)
+    g = -values("normal", (rows, tokens, heads), torch.float32, 4).abs() / 8
+    beta = values("normal", (rows, tokens, heads), torch.float32, 5).sigmoid()
+    initial = values("normal", (rows, heads, key_size, size), torch.float32, 6)
+    return q, k, v, g, beta, initial
+
+
+def _of_rule(
+    operation: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor
+) -> Results:
+    """In one call, by calls that go on, and packed."""
+    given, options = {"q": q, "k": k, "v": v, "g": g}, {"output_final_state": True}
+    if operation is gated_delta_rule:
+        given, options = given | {"beta": beta}, options | {"use_qk_l2norm_in_kernel": True}
+    else:  # whose sums would grow
+        given = given | {"k": k / 8}
+    whole, state = operation(**given, initial_state=initial, **options)
+    found, tokens, going_on = [whole, state.matrix], q.shape[1], initial
+    for start, stop in itertools.pairwise(sorted({0, tokens * 2 // 3, max(tokens - 1, 0), tokens})):
+        of = {name: t[:, start:stop] for name, t in given.items()}
+        y, going_on = operation(**of, initial_state=going_on, **options)
+        found.append(y)
+    first = {name: t[:1] for name, t in given.items()}
+    cuts = torch.tensor([0, 0, tokens // 3, tokens], device=q.device)
+    packed, state_of_packed = operation(**first, cu_seqlens=cuts, **options)
+    return *found, going_on.matrix, packed, state_of_packed.matrix
+
+
+def delta_schedules() -> int:
+    """How many there are."""
+    from samebits.backends.cuda import delta
+
+    return len([*delta.catalogue()])
+
+
+def _delta_scheduled(run: Callable[..., Results]) -> Callable[..., Results]:
+    """`run` under the schedule of this place, where it fits into a GPU's shared memory."""
+
+    def call(*operands: Tensor, sharing: int | None = None) -> Results:
+        if sharing is None:
+            return run(*operands)
+        from samebits.backends.cuda import delta, devices
+
+        wanted, choose = [*delta.catalogue()][sharing], delta.choose
+
+        def chosen(dtype: torch.dtype, key_size: int, *rest: Any) -> delta.Schedule:
+            *_, tensor_core, device = rest
+            fits = wanted.memory(dtype, key_size, tensor_core) <= devices.device_info(device).max_smem
+            return wanted if fits else choose(dtype, key_size, *rest)
+
+        with mock.patch.object(delta, "choose", chosen):
+            return run(*operands)
+
+    return call
 
 
 def _scheduled(run: Callable[..., Results]) -> Callable[..., Results]:

@@ -61,14 +61,20 @@ inline unsigned short narrowed_half(float x) {
 void __syncthreads();
 void __syncwarp(unsigned = 0);
 float told_by(float x, int lane);  // a lane of the same warp; all of them tell
-inline float __shfl_xor_sync(unsigned, float x, int distance) { return told_by(x, int(threadIdx.x % 32) ^ distance); }
+inline float __shfl_xor_sync(unsigned, float x, int distance) {
+    return told_by(x, int(threadIdx.x % 32) ^ distance);
+}
 inline float __shfl_sync(unsigned, float x, int lane) { return told_by(x, lane); }
 inline int __shfl_sync(unsigned, int x, int lane) { return __float_as_int(told_by(__int_as_float(x), lane)); }
 
 template <class T>
-inline T min(T a, T b) { return b < a ? b : a; }
+inline T min(T a, T b) {
+    return b < a ? b : a;
+}
 template <class T>
-inline T max(T a, T b) { return a < b ? b : a; }
+inline T max(T a, T b) {
+    return a < b ? b : a;
+}
 inline int atomicAdd(int* to, int x) {
     const int before = *to;
     *to += x;
@@ -77,7 +83,9 @@ inline int atomicAdd(int* to, int x) {
 inline void __threadfence() {}
 
 extern unsigned char bytes[];  // shared memory
-inline unsigned long __cvta_generic_to_shared(const void* p) { return static_cast<const unsigned char*>(p) - bytes; }
+inline unsigned long __cvta_generic_to_shared(const void* p) {
+    return static_cast<const unsigned char*>(p) - bytes;
+}
 
 // Not called by the kernels that run here.
 unsigned __funnelshift_r(unsigned, unsigned, unsigned);

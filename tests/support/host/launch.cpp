@@ -1,8 +1,8 @@
 // Runs SOURCE's kernel ENTRY: one block after the other, whose threads take turns at barriers.
 
-#include "cuda.h"
-
 #include <ucontext.h>
+
+#include "cuda.h"
 
 alignas(1024) unsigned char bytes[256 << 10];  // shared memory
 

@@ -30,7 +30,8 @@ inline float fused(float acc, const float* a, const float* b, int lowest) {
     if (sum == 0) return 0;
     const double exact = std::ldexp(double(sum), top - F);
     float y = float(exact);
-    if (std::fabs(double(y)) > std::fabs(exact) && std::fabs(exact) < std::ldexp(1.0, 128)) y = std::nextafter(y, 0.0f);
+    if (std::fabs(double(y)) > std::fabs(exact) && std::fabs(exact) < std::ldexp(1.0, 128))
+        y = std::nextafter(y, 0.0f);
     return y == 0 ? 0.0f : y;
 }
 
@@ -47,7 +48,8 @@ inline void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32* b) {
             };
             pick(a[i], lane / 4 * 4 + from, rows[i % 2] + i / 2 * 8 + from * 2);
             if (i < 2)
-                for (int n = 0; n < 2; ++n) pick(b[i], (lane % 4 * 2 + n) * 4 + from, columns[n] + i * 8 + from * 2);
+                for (int n = 0; n < 2; ++n)
+                    pick(b[i], (lane % 4 * 2 + n) * 4 + from, columns[n] + i * 8 + from * 2);
         }
     for (int i = 0; i < 4; ++i) {
         const float *x = rows[i / 2], *y = columns[i % 2];

@@ -1,0 +1,328 @@
+"""Delta rules, linear attention and state spaces beside flash-linear-attention and mamba-ssm.
+
+python -m benchmarks recurrent [--quick] [--only LAYER] [--commit COMMIT] [--out FILE]
+
+Forward, forward with backward, and decoding -> benchmarks/results/<gpu>/recurrent.json. Other libraries take
+part if they are installed. Decoding is compared with a prefill, bit for bit, before it is timed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import samebits
+from benchmarks.record import arguments, environment, lines_of_progress, save
+from samebits.backends import UnavailableError
+from samebits.backends.cuda.matmul import family
+from samebits.testing import assert_same_bits
+from samebits.tools.bench.clock import Race, median, timed
+
+BF16, DEVICE = torch.bfloat16, "cuda"
+HEADS, SIZE, STATES, TAPS, CHANNELS = 32, 128, 128, 4, 8192
+PREFILLS, DECODED = ((1, 4096), (8, 512)), (1, 32, 256)
+PEERS = ("flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d", "triton")
+Run = Callable[..., Any]
+Operands = dict[str, Tensor]
+
+
+def _peer(module: str, name: str) -> Run | None:
+    """A function of another library, if that can be imported."""
+    try:
+        found: Run = getattr(import_module(module), name)
+    except Exception:
+        return None
+    return found
+
+
+def _ruled(batch: int, tokens: int) -> Operands:
+    q, k, v = (torch.randn(batch, tokens, HEADS, SIZE, device=DEVICE, dtype=BF16) for _ in range(3))
+    g = F.logsigmoid(torch.randn(batch, tokens, HEADS, device=DEVICE)) / 8
+    beta = torch.rand(batch, tokens, HEADS, device=DEVICE)
+    return {"q": F.normalize(q, dim=-1), "k": F.normalize(k, dim=-1), "v": v, "g": g, "beta": beta}
+
+
+def _by_channel(batch: int, tokens: int) -> Operands:
+    g = F.logsigmoid(torch.randn(batch, tokens, HEADS, SIZE, device=DEVICE)) / 8
+    return _ruled(batch, tokens) | {"g": g}
+
+
+def _plain(batch: int, tokens: int) -> Operands:
+    found = _ruled(batch, tokens)
+    del found["beta"]
+    return found
+
+
+def _spaces(batch: int, tokens: int) -> Operands:
+    b, c = (torch.randn(batch, tokens, 1, STATES, device=DEVICE, dtype=BF16) for _ in range(2))
+    x = torch.randn(batch, tokens, HEADS, SIZE, device=DEVICE, dtype=BF16)
+    dt, A = torch.rand(batch, tokens, HEADS, device=DEVICE) / 10, -torch.rand(HEADS, device=DEVICE)
+    return {"x": x, "dt": dt, "A": A, "B": b, "C": c}
+
+
+def _channels(batch: int, tokens: int) -> Operands:
+    u, delta = (torch.randn(batch, CHANNELS, tokens, device=DEVICE, dtype=BF16) for _ in range(2))
+    b, c = (torch.randn(batch, 16, tokens, device=DEVICE, dtype=BF16) for _ in range(2))
+    A = -torch.rand(CHANNELS, 16, device=DEVICE)
+    return {"u": u, "delta": F.softplus(delta - 3), "A": A, "B": b, "C": c}
+
+
+def _taps(batch: int, tokens: int) -> Operands:
+    x = torch.randn(batch, tokens, CHANNELS, device=DEVICE, dtype=BF16).transpose(1, 2)
+    return {"x": x, "weight": torch.randn(CHANNELS, TAPS, device=DEVICE, dtype=BF16)}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A recurrent layer.
+
+    Attributes:
+        operands: makes them for a batch of so many tokens.
+        ours: gives results alone.
+        theirs: the library, its function's module and name, and how that is called.
+        decodes: whether steps go on with a :class:`samebits.RecurrentState`.
+        their_step: the same for a step of decoding, with a state [batch, heads, size, size].
+    """
+
+    operands: Callable[[int, int], Operands]
+    ours: Run
+    theirs: tuple[str, str, str, Callable[[Run, Operands], Any]]
+    decodes: Run | None = None
+    their_step: tuple[str, str, str, Callable[[Run, Operands, Tensor], Any]] | None = None
+
+
+LAYERS = {
+    "gated_delta_rule": Layer(
+        _ruled,
+        lambda **x: samebits.gated_delta_rule(**x)[0],
+        ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", lambda f, x: f(**x)[0]),
+        samebits.gated_delta_rule,
+        (
+            *("fla", "fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+            lambda f, x, state: f(**x, initial_state=state, output_final_state=True)[0],
+        ),
+    ),
+    "kda": Layer(
+        _by_channel,
+        lambda **x: samebits.kda(**x)[0],
+        ("fla", "fla.ops.kda", "chunk_kda", lambda f, x: f(**x)[0]),
+        samebits.kda,
+        (
+            *("fla", "fla.ops.kda", "fused_recurrent_kda"),
+            lambda f, x, state: f(**x, initial_state=state, output_final_state=True)[0],
+        ),
+    ),
+    "lightning_attention": Layer(
+        _plain,
+        lambda **x: samebits.lightning_attention(**x)[0],
+        ("fla", "fla.ops.simple_gla", "chunk_simple_gla", lambda f, x: f(**x)[0]),
+        samebits.lightning_attention,
+        (
+            *("fla", "fla.ops.simple_gla", "fused_recurrent_simple_gla"),
+            lambda f, x, state: f(**x, initial_state=state, output_final_state=True)[0],
+        ),
+    ),
+    "ssd": Layer(
+        _spaces,
+        samebits.ssd,
+        (
+            *("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
+            lambda f, x: f(*x.values(), 256),
+        ),
+    ),
+    "selective_scan": Layer(
+        _channels,
+        samebits.selective_scan,
+        (
+            *("mamba-ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn"),
+            lambda f, x: f(*x.values()),
+        ),
+    ),
+    "causal_conv1d": Layer(
+        _taps,
+        lambda x, weight: samebits.causal_conv1d(x, weight, activation="silu"),
+        ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", lambda f, x: f(**x, activation="silu")),
+    ),
+}
+
+
+def _both(run: Callable[[Operands], Tensor], x: Operands) -> Callable[[], Any]:
+    """`run`, and the gradients of all operands."""
+    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+    grad = torch.randn_like(run(x))
+    return lambda: torch.autograd.grad(run(leaves), [*leaves.values()], grad)
+
+
+def _in_turns(runs: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, float]:
+    """Median microseconds of a call, launches from Python included."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name in [*runs] if turn % 2 else [*reversed(runs)]:
+            run = runs[name]
+            us = timed(lambda run=run: [run() for _ in range(calls)]) / calls  # type: ignore[misc]
+            if turn:
+                times[name].append(us)
+    return {name: median(t) for name, t in times.items()}
+
+
+def _graphed(runs: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, float]:
+    """Median microseconds of a call in CUDA graphs; with what cannot be captured, from Python."""
+    race = Race(calls)
+    try:
+        for name, run in runs.items():
+            race.add(name, run, [()])
+        return race.run(rounds)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return _in_turns(runs, calls, rounds)
+
+
+def _contestants(name: str, x: Operands) -> dict[str, Callable[[Operands], Tensor]]:
+    layer = LAYERS[name]
+    found: dict[str, Callable[[Operands], Tensor]] = {"samebits": lambda x: layer.ours(**x)}
+    library, module, function, how = layer.theirs
+    if (peer := _peer(module, function)) is not None:
+        found[library] = lambda x: how(peer, x)
+    return found
+
+
+def prefills(name: str) -> Iterator[dict[str, Any]]:
+    """Forward, and forward with backward. What a library refuses is noted."""
+    for batch, tokens in PREFILLS:
+        x = LAYERS[name].operands(batch, tokens)
+        for what in ("forward", "both"):
+            runs: dict[str, Callable[[], Any]] = {}
+            case: dict[str, Any] = {"layer": name, "what": what, "batch": batch, "tokens": tokens}
+            for who, run in _contestants(name, x).items():
+                try:
+                    call = _both(run, x) if what == "both" else partial(torch.no_grad()(run), x)
+                    call()
+                    torch.cuda.synchronize()
+                    runs[who] = call
+                except Exception as error:
+                    case.setdefault("refused", {})[who] = f"{type(error).__name__}: {error}"[:200]
+            yield case | {"us": _in_turns(runs, 5, 7) if runs else {}}
+
+
+def _parts(x: Operands, start: int, stop: int) -> Operands:
+    return {key: t[:, start:stop].contiguous() for key, t in x.items()}
+
+
+def _check(name: str) -> None:
+    """Raise AssertionError unless tokens one by one have the bits of a prefill."""
+    decodes = LAYERS[name].decodes
+    assert decodes is not None
+    x = LAYERS[name].operands(2, 70)
+    whole, _ = decodes(**x)
+    found, state = decodes(**_parts(x, 0, 60), output_final_state=True)
+    steps = [found]
+    for t in range(60, 70):
+        found, state = decodes(**_parts(x, t, t + 1), initial_state=state, output_final_state=True)
+        steps.append(found)
+    assert_same_bits(torch.cat(steps, 1), whole, name)
+
+
+@torch.no_grad()
+def decoding(name: str) -> Iterator[dict[str, Any]]:
+    """A step of each sequence: in the mean over a chunk's rows, for it is closed once in 64 tokens."""
+    layer = LAYERS[name]
+    if layer.decodes is None or layer.their_step is None:
+        yield from _steps_of_spaces() if name == "ssd" else ()
+        return
+    decodes, (library, module, function, how) = layer.decodes, layer.their_step
+    _check(name)
+    for batch in DECODED:
+        x = layer.operands(batch, 65)
+        _, state = decodes(**_parts(x, 0, 64), output_final_state=True)
+        last = _parts(x, 64, 65)
+        runs: dict[str, Callable[[], Any]] = {
+            "samebits": lambda last=last, state=state: decodes(  # type: ignore[misc]
+                **last, initial_state=state, output_final_state=True
+            )
+        }
+        if (peer := _peer(module, function)) is not None:
+            theirs = torch.zeros(batch, HEADS, SIZE, SIZE, device=DEVICE)
+            runs[library] = lambda last=last, theirs=theirs, peer=peer: how(peer, last, theirs)  # type: ignore[misc]
+        us = _graphed(runs, 64, 7)
+        yield {"layer": name, "what": "decode", "batch": batch, "tokens": 1, "us": us}
+
+
+def _steps_of_spaces() -> Iterator[dict[str, Any]]:
+    for batch in DECODED:
+        x = _spaces(batch, 1)
+        of_head = HEADS, SIZE
+        operands = (
+            x["x"][:, 0],
+            x["dt"][:, 0, :, None].expand(batch, *of_head),
+            x["A"][:, None, None].expand(*of_head, STATES),
+            x["B"][:, 0],
+            x["C"][:, 0],
+        )
+        states = [torch.zeros(batch, *of_head, STATES, device=DEVICE) for _ in range(2)]
+        runs: dict[str, Callable[[], Any]] = {
+            "samebits": lambda o=operands, s=states[0]: samebits.selective_state_update(s, *o)  # type: ignore[misc]
+        }
+        peer = _peer("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
+        if peer is not None:
+            runs["mamba-ssm"] = lambda o=operands, s=states[1], peer=peer: peer(s, *o)  # type: ignore[misc]
+        us = _graphed(runs, 64, 7)
+        yield {"layer": "ssd", "what": "decode", "batch": batch, "tokens": 1, "us": us}
+
+
+def show(data: dict[str, Any]) -> Table:
+    table = Table("layer", "", "batch x tokens", "samebits, us", "others, us", "of theirs")
+    for c in data["cases"]:
+        us = c["us"]
+        others = {who: t for who, t in us.items() if who != "samebits"}
+        ours = f"{us['samebits']:,.1f}" if "samebits" in us else "refused"
+        theirs = ", ".join(f"{who} {t:,.1f}" for who, t in others.items())
+        ratio = f"{us['samebits'] / min(others.values()):.2f}" if others and "samebits" in us else ""
+        table.add_row(c["layer"], c["what"], f"{c['batch']} x {c['tokens']:,}", ours, theirs, ratio)
+    return table
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--quick", action="store_true", help="the delta rule and Mamba 2 alone")
+    parser.add_argument("--only", action="append", choices=LAYERS, help="this layer; may be given again")
+    options = parser.parse_args()
+    names = options.only or (["gated_delta_rule", "ssd"] if options.quick else [*LAYERS])
+    console = Console(width=120)
+    progress = lines_of_progress(console)
+    torch.manual_seed(0)
+    record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.on(family(0)).digest()}
+    for package in PEERS:
+        try:
+            record["versions"][package] = version(package)
+        except PackageNotFoundError:
+            continue
+    data: dict[str, Any] = {"environment": record, "cases": [], "red": []}
+    for i, name in enumerate(names):
+        for what in (prefills, decoding):
+            progress(i / len(names), name)
+            try:
+                data["cases"].extend(what(name))
+            except UnavailableError as error:
+                console.print(f"{name}: {error}", style="dim", highlight=False)
+            except AssertionError as error:
+                data["red"].append(f"{name}: {error}")
+    console.print(show(data))
+    for case in data["red"]:
+        console.print(f"RED {case}", style="red", highlight=False)
+    save(options.out, "recurrent.json", data)
+    sys.exit(bool(data["red"]))
+
+
+if __name__ == "__main__":
+    main()
