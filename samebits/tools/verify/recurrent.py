@@ -173,7 +173,8 @@ def _gradients_of_channels(
 def delta_rules(times: int) -> Iterator[tuple[str, str, Any, Any]]:
     """The same."""
     kinds = itertools.cycle(("normal", "tiny", "sparse", "cancel"))
-    for dtype, shape, operation in itertools.product(DTYPES, _RULES, (gated_delta_rule, lightning_attention)):
+    operations: tuple[Any, ...] = (gated_delta_rule, lightning_attention)
+    for dtype, shape, operation in itertools.product(DTYPES, _RULES, operations):
         for _ in range(times):
             kind = next(kinds)
             draw, run = partial(_ruled, kind, shape, dtype), partial(_of_rule, operation)
@@ -200,7 +201,8 @@ def _of_rule(
     else:  # whose sums would grow
         given = given | {"k": k / 8}
     whole, state = operation(**given, initial_state=initial, **options)
-    found, tokens, going_on = [whole, state.matrix], q.shape[1], initial
+    found, tokens = [whole, state.matrix], q.shape[1]
+    going_on: Any = initial
     for start, stop in itertools.pairwise(sorted({0, tokens * 2 // 3, max(tokens - 1, 0), tokens})):
         of = {name: t[:, start:stop] for name, t in given.items()}
         y, going_on = operation(**of, initial_state=going_on, **options)
