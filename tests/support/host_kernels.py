@@ -87,8 +87,8 @@ def _compiled(spec: compiler.KernelSpec) -> Path:
 def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     """Let functions of `host` take CPU tensors. What they allocate starts as NaN."""
 
-    def kernel(*args: Any) -> HostKernel:
-        return HostKernel(host.kernel_spec(*args[1:]))  # the first one is the device
+    def kernel(_: int, *args: Any, **options: Any) -> HostKernel:
+        return HostKernel(host.kernel_spec(*args, **options))
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         return torch.full(tuple(shape), torch.nan, dtype=dtype)
