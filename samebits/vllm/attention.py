@@ -13,9 +13,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from samebits.engines.attention import paged
 from samebits.engines.hooks import Hooks
 from samebits.engines.refusals import RefusedError
-from samebits.ops.attention import attention
 
 __all__ = ["NAME", "PagedAttention", "install", "slots"]
 
@@ -77,21 +77,17 @@ class PagedAttention:
             raise RefusedError(
                 "a model", "it was loaded past the check of its layers", "load it by another load_format"
             )
-        m, tokens, left = metadata, metadata.num_actual_tokens, self.left
-        options = {
-            "causal": True,
-            "window": (left, 0) if left >= 0 else (-1, -1),
-            "scale": self.scale,
-            "softcap": self.logits_soft_cap,
-            "sinks": self.sinks,
-            "key_length": m.seq_lens,
-            "block_table": m.block_table,
-        }
-        q, out = query[:tokens], output[:tokens].view(tokens, *query.shape[1:])
-        if m.max_query_len == 1 and m.seq_lens.shape[0] == tokens:
-            attention(q[:, None], k, v, out=out[:, None], **options)
-        else:
-            attention(q, k, v, out=out, cu_seqlens_q=m.query_start_loc, **options)
+        m, tokens = metadata, metadata.num_actual_tokens
+        paged(
+            *(query[:tokens], k, v, output[:tokens].view(tokens, *query.shape[1:])),
+            starts=None if m.max_query_len == 1 and m.seq_lens.shape[0] == tokens else m.query_start_loc,
+            lengths=m.seq_lens,
+            table=m.block_table,
+            left=self.left,
+            scale=self.scale,
+            softcap=self.logits_soft_cap,
+            sinks=self.sinks,
+        )
         return output
 
 
