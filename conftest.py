@@ -18,6 +18,7 @@ from samebits.backends.cuda import devices
 from samebits.ops import _grouped, _products
 from samebits.ops._operator import Operator
 from samebits.testing import assert_same_bits
+from tests.support import sampling
 
 os.environ["SAMEBITS_TUNED"] = ""  # tests choose by the cost model, whatever was tuned on this machine
 
@@ -34,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--replay",
         action="store_true",
         help="on a GPU, also replay every operator, and compare bits",
+    )
+    parser.addoption(
+        "--nightly",
+        action="store_true",
+        help="also run what is marked nightly, and every case of what is marked sampled",
     )
 
 
@@ -94,11 +100,15 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first case of each test is ``quick``, but for long ones. Long tests run first.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without ``--nightly``, a sample runs. The first case of each test is ``quick``, but for long ones.
 
-    Without a GPU, tests marked ``gpu`` are skipped, with the reason.
+    Long tests run first. Without a GPU, tests marked ``gpu`` are skipped, with the reason.
     """
+    if not config.getoption("--nightly"):
+        left = sampling.left_for_the_night(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
     seen = set()
     for item in items:
         test = item.nodeid.partition("[")[0]

@@ -51,9 +51,10 @@ SMALL = {
 
 
 def milliseconds(run: Callable[[], object], device: str, repeats: int) -> float:
-    """The median time of a call, on the slowest rank."""
+    """The median time of a call, on the slowest rank. A CPU's is of one call: it only shows that all runs."""
     times = []
-    for i in range(repeats + 3):
+    warm = 3 if device == "cuda" else 0
+    for i in range(warm + repeats if device == "cuda" else 1):
         dist.barrier()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -61,7 +62,7 @@ def milliseconds(run: Callable[[], object], device: str, repeats: int) -> float:
         run()
         if device == "cuda":
             torch.cuda.synchronize()
-        if i >= 3:
+        if i >= warm:
             times.append(1e3 * (time.perf_counter() - start))
     slowest = torch.tensor(statistics.median(times), device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)

@@ -109,6 +109,7 @@ class TestOperations:
         actual = samebits.linear(x, weight, bias, contract=contract)
         assert_same_bits(actual.view(6, 4), expected(x.view(6, k), weight.mT, contract, bias=bias))
 
+    @pytest.mark.sampled(2)
     def test_linear_backward(self, contract: Contract, dtype: torch.dtype, device: str, kind: str) -> None:
         k, n = (3, 5) if contract.segments == 1 else (contract.segments, 5 * contract.segments)
         x, weight, bias, grad = cases(kind, (2, 19, k), (n, k), (n,), (2, 19, n), dtype=dtype, device=device)
@@ -185,6 +186,7 @@ def test_f32_output_takes_an_f32_gradient(contract: Contract, dtype: torch.dtype
     assert_same_bits(actual, want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("contract", "dtype", "device"), CONTRACTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_to_the_output(contract: Contract, dtype: torch.dtype, device: str, kind: str) -> None:
@@ -228,6 +230,7 @@ def test_recorded_tensor_core(case: str, transposed: bool, device: str) -> None:
     assert_same_bits(samebits.addmm_(acc.clone(), a, b.mT), want, "addmm_")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "special"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("model", [AMPERE, HOPPER], ids=lambda m: m.name)

@@ -195,6 +195,7 @@ class TestQuantize:
             assert found[row, start : start + 128].view(torch.uint8).tolist() == codes
             assert bits(scale[row, start // 128]).item() == naive_fp8.finish(of_group, "f32")
 
+    @pytest.mark.sampled(4)
     def test_blocks(self, form: str, dtype: torch.dtype, kind: str, device: str) -> None:
         x = values(kind, (130, 130), dtype, 0)
         found, scale = samebits.quantize(x.to(device), block=(128, 128), dtype=FORMATS[form])
@@ -213,6 +214,7 @@ EDGES = (0.0, -0.0, 1e-39, -64.0, 64.0, 87.5, -87.5, -88.5, -88.73, -89.0, 95.0,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("form", FORMATS)
 class TestSiluMulQuantize:
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("kind", KINDS)
     def test_has_the_bits_of_the_naive_implementation(
         self, form: str, dtype: torch.dtype, kind: str, device: str

@@ -61,6 +61,7 @@ def ints(of: list[int] | None, device: str) -> Tensor | None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("contract", "dtype", "device"), CONTRACTS)
 class TestGroups:
+    @pytest.mark.sampled(3)
     def test_of_rows(self, contract: Contract, dtype: torch.dtype, device: str, kind: str) -> None:
         k = 19 * contract.segments
         a, b, bias = cases(kind, (26, k), (5, k, 3), (5, 3), dtype=dtype, device=device)
@@ -71,6 +72,7 @@ class TestGroups:
         turned = samebits.grouped_mm(b.mT, a.mT, offs, contract=contract)
         assert_same_bits(turned.mT, rows_by_hand(a, b, contract))
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("sequences", [None, SEQUENCES], ids=["", "sequences"])
     def test_of_terms(
         self, contract: Contract, dtype: torch.dtype, device: str, kind: str, sequences: list[int] | None
@@ -87,6 +89,7 @@ class TestGroups:
             )
             assert_same_bits(actual, terms_by_hand(a, b, sequences, contract, out))
 
+    @pytest.mark.sampled(2)
     def test_backward(self, contract: Contract, dtype: torch.dtype, device: str, kind: str) -> None:
         n = 3 if contract.segments == 1 else contract.segments
         a, b, bias, grad = cases(kind, (26, 4), (5, 4, n), (5, n), (26, n), dtype=dtype, device=device)

@@ -68,7 +68,12 @@ def test_trl_grpo(device: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("device", "ranks"), [("cpu", 1), ("cpu", 2), pytest.param("cuda", 2, marks=pytest.mark.gpu)]
+    ("device", "ranks"),
+    [
+        pytest.param("cpu", 1, marks=pytest.mark.nightly),
+        ("cpu", 2),
+        pytest.param("cuda", 2, marks=pytest.mark.gpu),
+    ],
 )
 def test_tensor_parallel(device: str, ranks: int) -> None:
     if torch.cuda.device_count() < ranks and device == "cuda":

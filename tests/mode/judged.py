@@ -7,6 +7,7 @@ write it here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ import torch
 from torch._ops import OpOverload
 
 from samebits.mode.internals import ELEMENTWISE_GRADIENTS, MOVING_GRADIENTS, fits, is_composite
+
+_fits = functools.cache(fits)  # thousands of operators are asked about
 
 
 class Rule(NamedTuple):
@@ -30,7 +33,7 @@ class Names(NamedTuple):
     patterns: str
 
     def holds(self, op: OpOverload) -> bool:
-        return bool(fits(self.patterns).fullmatch(op._schema.name))
+        return bool(_fits(self.patterns).fullmatch(op._schema.name))
 
 
 def _takes_tensors(op: OpOverload) -> bool:

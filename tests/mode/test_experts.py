@@ -323,6 +323,7 @@ def test_gradients_of_what_is_picked(device: str, name: str, dtype: torch.dtype,
         assert_same_bits(grad, chains(torch.zeros_like(x), places, seed).to(device))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PICK)
 def test_gradients_of_what_is_picked_in_a_compiled_function(name: str) -> None:
     places = torch.tensor(PLACES * 9).sort()[0] if name == "repeat_interleave" else torch.tensor(PLACES * 9)
@@ -449,6 +450,7 @@ def tokens(device: str) -> Tensor:
     return torch.randint(1, 60, (3, 21), generator=torch.Generator().manual_seed(2)).to(device)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_registered")
 @pytest.mark.parametrize("kind", MODELS)
 @on_dtypes

@@ -41,7 +41,9 @@ def results(run: Callable[..., list[Tensor]], leaves: list[Tensor]) -> list[Tens
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.nightly)], ids=str
+)
 def test_a_layer(dtype: torch.dtype, device: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -72,6 +72,7 @@ def outputs(model: Any, tokens: Tensor, **options: Any) -> list[Tensor]:
     return [logits[shown], dx[shown], dw]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_has_the_bits_of_samebits(kind: str, form: str) -> None:
@@ -94,6 +95,7 @@ def test_a_model_has_the_bits_of_samebits(kind: str, form: str) -> None:
                 assert_same_bits(got, one, f"{name}, {[*options]}")
 
 
+@pytest.mark.sampled(2)
 @torch.no_grad()
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("form", FORMS)

@@ -443,6 +443,7 @@ def _calls(name: str) -> list[Callable[[Tensor, Tensor], Any]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*POINTWISE, *VARIANTS])
 @pytest.mark.filterwarnings("ignore:This overload")
@@ -662,6 +663,7 @@ def test_compiled_whole() -> None:
     assert_same_bits(compiled(X), plain, "compiled again outside")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", COVERED)
 def test_a_compiled_function_that_enters_the_context(name: str) -> None:
     """What is compiled has the bits of what is not. A graph that breaks may run another function."""

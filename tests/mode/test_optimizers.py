@@ -61,6 +61,7 @@ def trained(kind: Any, sizes: Sequence[int], dtype: torch.dtype = torch.float32,
     return torch.cat([p.detach() for p in parts])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "options"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_weight_takes_the_same_step_in_any_shard(

@@ -106,6 +106,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @on_devices
 @pytest.mark.parametrize("contract", [FMA, TENSOR_CORE.on(HOPPER), TENSOR_CORE.on(AMPERE)], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "wide", "special"])
@@ -115,6 +116,7 @@ def test_it_is_the_naive_one(device: str, contract: Contract, kind: str, name: s
     check_against_naive(device, contract, kind, name, queries=5, keys=21)
 
 
+@pytest.mark.sampled(2)
 @on_devices
 @pytest.mark.parametrize("contract", [FMA, TENSOR_CORE.on(FAMILY)], ids=str)
 @pytest.mark.parametrize("name", ["boolean", "float, softcap", "boolean, causal"])

@@ -41,6 +41,7 @@ def every_value(dtype: torch.dtype) -> Tensor:
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
+@pytest.mark.sampled(3)
 @on_devices
 @in_dtypes
 @activations

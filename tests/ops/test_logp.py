@@ -132,6 +132,7 @@ def naive_linear_logp(
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["normal", "special"])
 # With segments: tests/contract/test_segments.py.
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def apart(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Tensor, sin: Tensor
     return rotary(*normed, cos, sin, **options)
 
 
+@pytest.mark.sampled(3)
 @on_devices
 @in_dtypes
 @pytest.mark.parametrize("form", FORMS)

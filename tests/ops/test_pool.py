@@ -166,6 +166,7 @@ def test_interpolation(device: str, sizes: tuple[int, int], mode: str, corners: 
     assert_same_bits(torch.autograd.grad(got, x, seed)[0].cpu(), torch.tensor(grads))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan])
 @pytest.mark.parametrize("mode", ["linear", "bilinear", "bicubic", "trilinear"])
 def test_what_is_not_finite_reaches_only_what_reads_it(mode: str, value: float) -> None:

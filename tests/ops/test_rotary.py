@@ -115,6 +115,7 @@ def test_bits_of_transformers(device: str, dtype: torch.dtype, family: str) -> N
         assert_same_bits(got.contiguous(), wanted.contiguous(), f"gradients of {family}")
 
 
+@pytest.mark.sampled(2)
 @on_devices
 @in_dtypes
 @in_layouts

@@ -136,6 +136,7 @@ def test_padding_and_packing(kind: str, device: str, told: list[torch.dtype]) ->
     assert {*told} == {torch.int32}
 
 
+@pytest.mark.sampled(2)
 @torch.no_grad()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cache", ["dynamic", "unbounded", "static"])

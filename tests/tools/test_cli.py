@@ -606,7 +606,13 @@ def test_as_a_process(here: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
 @pytest.mark.parametrize(
-    "args", [["audit", "mine:make"], ["audit", "mine:make", "--json", "-"], ["info"], ["info", "--json"]]
+    "args",
+    [
+        ["audit", "mine:make"],
+        pytest.param(["audit", "mine:make", "--json", "-"], marks=pytest.mark.nightly),
+        pytest.param(["info"], marks=pytest.mark.nightly),
+        ["info", "--json"],
+    ],
 )
 def test_a_closed_pipe_ends_quietly(here: Path, args: list[str]) -> None:
     root = str(Path(samebits.__file__).parents[1])

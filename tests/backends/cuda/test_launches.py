@@ -330,7 +330,7 @@ def test_blocks_of_a_long_sum_run_at_once(launches: list[Any], count: int) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("thorough", [False, True])
+@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_verify_runs_every_schedule_of_products(launches: list[str], thorough: bool) -> None:
     """In every layout, if a case has operands of it that the kernel takes."""
     todo = verify.cases(thorough)

@@ -16,10 +16,11 @@ def patterns(first: float, last: float, step: int) -> np.ndarray:
     return np.arange(low, high, step, dtype=np.uint32).view(np.float32)
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.nightly), 31])
 @pytest.mark.parametrize(("name", "bound"), [("exp", 0.89), ("log", 0.94)])
-def test_exp_and_log_of_every_f32(name: str, bound: float) -> None:
-    assert bound - 0.01 < worst(name, 1) < bound
+def test_exp_and_log_of_every_f32(name: str, bound: float, step: int) -> None:
+    """Each night. Else of every 31st, some 35 million, whose worst is a little better than that of all."""
+    assert bound - (0.01 if step == 1 else 0.1) < worst(name, step) < bound
 
 
 def test_exp_and_log_at_their_ends() -> None:
