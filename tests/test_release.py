@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -77,3 +78,9 @@ def test_the_metadata_say_what_a_reader_must_know(built: tuple[Path, Path]) -> N
         rf"^version: {re.escape(__version__)}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE
     )
     assert f"\n## {__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_both_distributions_have_one_version() -> None:
+    native = tomllib.loads((ROOT / "native" / "pyproject.toml").read_text())["project"]
+    assert native["version"] == __version__
+    assert native["optional-dependencies"]["export"] == [f"samebits[cuda]=={__version__}"]
