@@ -98,7 +98,10 @@ def _value(node: Node, seen: dict[Node, Tensor | None]) -> Tensor | None:
 def _computed(node: Node, seen: dict[Node, Tensor | None]) -> Tensor | None:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     example = node.meta.get("example_value")
-    if node.op not in ("call_function", "call_method") or name not in _COMPUTE:
+    known = (
+        name.removeprefix("__").removesuffix("__") in _COMPUTE
+    )  # `==` is a method of this name in PyTorch 2.11
+    if node.op not in ("call_function", "call_method") or not known:
         return None
     if not isinstance(example, Tensor) or not _is_small(example):
         return None

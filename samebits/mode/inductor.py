@@ -5,7 +5,8 @@ what they would round to 16 bits in float32, contracts products and sums, and ha
 quotient or an exponential. So under the mode
 
 * functions of one rounding (:data:`EXACT`) are fused, each of them rounded as eager PyTorch rounds it;
-* all other elementwise functions are one operator each, which runs PyTorch's kernel.
+* all other elementwise functions are one operator each, which runs PyTorch's kernel. So is, on a CPU, what
+  rounds to 16 bits, in versions of PyTorch whose C++ leaves that out.
 
 Not part of this: operators that PyTorch itself composes of several for the compiler, such as losses.
 """
@@ -137,6 +138,7 @@ def _exactly(
     }
 
 
+_CONVERSION = torch.ops.aten._to_copy.default
 SETTINGS = {
     "emulate_precision_casts": True,  # Triton does not contract products and sums then
     "pattern_matcher": False,  # patterns leave out conversions to 16 bits and back
@@ -160,17 +162,19 @@ def _elementwise() -> tuple[OpOverload, ...]:
             continue
         if base in _WITHOUT_A_TAG or torch.Tag.pointwise in op.tags:
             found.append(op)
-    return tuple(found)
+    return (*found, _CONVERSION)
 
 
 def _decomposed(op: OpOverload, theirs: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     """A call of an elementwise operator in a graph: one operator, or what PyTorch makes of it."""
     if op is torch.ops.aten.neg.default and args[0].is_floating_point():
         return args[0] * -1.0  # Triton subtracts from 0, which makes 0 of 0
-    if not _is_exact(op, args, kwargs):
-        found = as_operator(op, args, kwargs)
+    if _is_left_wide(op, args, kwargs) or not _is_exact(op, args, kwargs):
+        converts = op is _CONVERSION
+        found = as_operator(op, args, {"dtype": kwargs["dtype"]} if converts else kwargs)
         if found is not None:
-            return found
+            form = kwargs.get("memory_format") if converts else None
+            return found if form is None else found.clone(memory_format=form)
     return NotImplemented if theirs is None else theirs(*args, **kwargs)
 
 
@@ -179,11 +183,34 @@ def _is_exact(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if name in EXACT:
         scale: Any = kwargs.get("alpha", args[2] if name == "rsub" and len(args) > 2 else 1)
         return bool(scale == 1)
+    if op is _CONVERSION:
+        return True
     if name == "pow":
         exponent = args[1]
         return isinstance(exponent, (int, float)) and exponent in (1, 2)
     integers = not any(t.is_floating_point() or t.is_complex() for t in tensors_of((*args, *kwargs.values())))
     return integers and name in _OF_INTEGERS and not any(isinstance(x, float) for x in args)
+
+
+def _is_left_wide(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether inductor's code would go on with the float32 value of a result of 16 bits."""
+    tensors = [*tensors_of((*args, *kwargs.values()))]
+    if not all(t.is_cpu for t in tensors) or _rounds_on_a_cpu():
+        return False
+    if op is not _CONVERSION:
+        dtypes = [t.dtype for t in tensors]
+    elif kwargs.get("device") in (None, torch.device("cpu")):
+        dtypes = [kwargs.get("dtype")]
+    else:
+        dtypes = []
+    return any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes)
+
+
+@functools.cache
+def _rounds_on_a_cpu() -> bool:
+    from torch._inductor.codegen import cpp
+
+    return "emulate_precision_casts" in inspect.getsource(cpp)
 
 
 def _rounding(before: Any) -> Any:

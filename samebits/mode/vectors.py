@@ -156,7 +156,9 @@ def _described(operands: Sequence[Any], options: dict[str, Any]) -> tuple[str, l
         if isinstance(x, Tensor):
             tensors.append(x)
         elif not (
-            x is None or isinstance(x, (str, complex)) or (isinstance(x, (int, float)) and _is_static(x))
+            x is None
+            or isinstance(x, (str, complex, torch.dtype))
+            or (isinstance(x, (int, float)) and _is_static(x))
         ):
             return None
         words.append(f"{name}={_TENSOR if isinstance(x, Tensor) else repr(x)}")
@@ -168,7 +170,8 @@ def _is_number(x: Any) -> bool:
 
 
 _TENSOR = "tensor"
-_NO_LITERALS = {"inf": torch.inf, "-inf": -torch.inf, "nan": torch.nan}
+_NO_LITERALS: dict[str, Any] = {"inf": torch.inf, "-inf": -torch.inf, "nan": torch.nan}
+_NO_LITERALS |= {repr(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
 
 def _called(function: Callable[..., Any], call: str, tensors: Sequence[Tensor]) -> Any:
