@@ -50,7 +50,7 @@ def sheet(report: Report, where: dict[str, Any]) -> str:
         "system": f"{where['system']}, {where['cpu']}, {plural(where['cores'], 'CPU')}",
         "versions": ", ".join(f"{name} {v}" for name, v in where["versions"].items() if v),
         "NVRTC": report.versions.get("nvrtc", ""),
-        "digests": ", ".join(f"{name} `{digest}`" for name, digest in where["contracts"].items()),
+        "digests": "; ".join(f"{name} `{digest}`" for name, digest in where["contracts"].items()),
         "compared with": f"{report.contract}, digest `{report.digest}`",
         "ran": f"{ran}; {plural(report.kernels, 'kernel')} in {report.seconds:.0f} s",
     }
