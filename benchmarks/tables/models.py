@@ -32,14 +32,12 @@ def overview() -> str:
     if "steps" in data:
         cases = [case for case in data["steps"]["cases"] if case["work"] in steps.TRAINED]
         beside = [steps.best(c)["ms"] / c.get(COMPILED, c["torch"])["ms"] for c in cases]
-        compiled = "compiled " if any(COMPILED in c for c in cases) else ""
-        costs.append(
-            f"a training step takes {min(beside):.2f} to {max(beside):.2f} of {compiled}PyTorch's time"
-        )
+        kind = "compiled" if any(COMPILED in c for c in cases) else "eager"
+        costs.append(f"a training step takes {min(beside):.2f} to {max(beside):.2f} of {kind} PyTorch's time")
     if costs:
         said.append(f"**What it costs**: {', '.join(costs)}; [more](#what-it-costs).")
-    for gpu in dict.fromkeys(gpus.values()):
-        said.append(f"{measured_at(gpu, [f'{n}.json' for n, of in gpus.items() if of == gpu])}.")
+    where = " and ".join(dict.fromkeys(of["environment"]["gpu"] for of in data.values()))
+    said.append(f"[Measured](docs/performance.md#where-the-figures-come-from) on one {where}.")
     picture = "KL of rollout and trainer over steps of training; tokens per second; time of a training step"
     return f"![{picture}: stock and samebits](docs/assets/overview.svg)\n\n{' '.join(said)}"
 
