@@ -198,7 +198,7 @@ def _is_left_wide(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not all(t.is_cpu for t in tensors) or _rounds_on_a_cpu():
         return False
     if op is not _CONVERSION:
-        dtypes = [t.dtype for t in tensors]
+        dtypes: list[torch.dtype | None] = [t.dtype for t in tensors]
     elif kwargs.get("device") in (None, torch.device("cpu")):
         dtypes = [kwargs.get("dtype")]
     else:
