@@ -40,12 +40,14 @@ class HostKernel:
     def __init__(self, spec: compiler.KernelSpec) -> None:
         self._spec = spec
         self._launch = ctypes.CDLL(str(_compiled(spec))).launch
+        self._launch.restype = ctypes.c_bool
 
     def launch(self, grid: tuple[int, int, int], *params: Any) -> None:
         given = struct.pack(self._spec.params, *params)
         # A struct of 64-bit members ends at a multiple of 8 bytes.
         room = ctypes.create_string_buffer(given, -(-len(given) // 8) * 8)
-        self._launch(room, *grid, self._spec.block)
+        kept = self._launch(room, *grid, self._spec.block, self._spec.smem)
+        assert kept, f"{self._spec.source} takes more shared memory than {self._spec.smem} bytes"
 
 
 @functools.cache
@@ -90,8 +92,13 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     def kernel(_: int, *args: Any, **options: Any) -> HostKernel:
         return HostKernel(host.kernel_spec(*args, **options))
 
+    def of_gradients(_: int, *args: Any, **options: Any) -> HostKernel:
+        return HostKernel(host.gradients_spec(*args, **options))
+
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         return torch.full(tuple(shape), torch.nan, dtype=dtype)
 
     monkeypatch.setattr(host, "_kernel", kernel)
+    if hasattr(host, "_gradients_kernel"):
+        monkeypatch.setattr(host, "_gradients_kernel", of_gradients)
     monkeypatch.setattr(runtime, "empty", empty)

@@ -1,4 +1,9 @@
-"""Delta rules and linear attention on CUDA tensors: host side of ``kernels/delta.cu``."""
+"""Delta rules and linear attention on CUDA tensors: ``kernels/delta.cu`` and ``delta_*_backward.cu``.
+
+Gradients take three launches. The forward's kernel goes through the chunks again, and keeps a record of each
+of them. A kernel goes through them backwards, as each needs the gradient of the next one's matrix. With both
+in its record, every chunk's other gradients are computed by themselves.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,18 @@ from samebits.backends.delta import Delta, layout
 from samebits.backends.recurrent import CHUNK
 from samebits.contract import INTERPOLATION, contract_from_key
 
-__all__ = ["Schedule", "backward", "catalogue", "choose", "forward", "kernel_spec"]
+__all__ = [
+    "Gradients",
+    "Schedule",
+    "backward",
+    "catalogue",
+    "catalogue_of_gradients",
+    "choose",
+    "choose_of_gradients",
+    "forward",
+    "gradients_spec",
+    "kernel_spec",
+]
 
 _FEW = 16
 """Tokens of a sequence, on average, up to which windows are small."""
@@ -88,6 +104,7 @@ def kernel_spec(
     hardware_exp2: bool,
     delta: bool,
     vector: bool,
+    keep: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``delta.cu`` for keys of `key_size`, a multiple of 16."""
     constants = (
@@ -101,11 +118,12 @@ def kernel_spec(
         ("HARDWARE_EXP2", int(hardware_exp2)),
         ("DELTA", int(delta)),
         ("VECTOR", int(vector)),
+        ("KEEP", int(keep)),
     )
     return compiler.KernelSpec(
         "delta.cu",
         "delta",
-        "10P11q10if",
+        "11P11q10if",
         constants,
         block=32 * schedule.warps,
         smem=-(-schedule.memory(dtype, key_size, tensor_core) // 16) * 16,
@@ -120,34 +138,42 @@ def forward(
     x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None, schedule: Schedule | None = None
 ) -> None:
     """See :mod:`samebits.backends.delta`."""
+    if len(x.spans) and (x.v.shape[0] or state is not None or closed is not None):
+        _run(x, state, out, closed, None, schedule)
+
+
+def _run(
+    x: Delta,
+    state: Tensor | None,
+    out: Tensor | None,
+    closed: Tensor | None,
+    records: Tensor | None,
+    schedule: Schedule | None,
+) -> None:
+    """Results, or with `records` what gradients need of every chunk."""
     device = x.q.get_device()
-    if x.by_channel:
-        raise UnavailableError(
-            "samebits' CUDA kernel for delta rules does not take a decay for each channel — use CPU tensors"
-        )
-    matmul.check_contract(x.contract, device)
+    _refuse(x, device)
     tensor_core = contract_from_key(x.contract).step == "mma"
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (x.q, x.k, x.v))
+    q, k, v = map(_dense, (x.q, x.k, x.v))
     tokens, heads, size = v.shape
     key_heads, key_size = q.shape[1:]
     sequences = len(x.spans)
-    if 0 in (sequences, tokens) and state is None and closed is None:
-        return
     low = functools.reduce(
         int.__or__,
         (t.data_ptr() | t.stride(0) * t.itemsize | t.stride(1) * t.itemsize for t in (q, k, v)),
         size * v.itemsize,  # the first column of a tile
     )
-    padded = -(-key_size // 16) * 16
+    padded = _padded(key_size)
     if schedule is None:
-        few = tokens <= _FEW * max(sequences, 1)
+        few = tokens <= _FEW * sequences
         schedule = choose(x.q.dtype, padded, size, sequences * heads, few, tensor_core, device)
     kernel = _kernel(
         *(device, schedule, x.q.dtype, padded),
         tensor_core=tensor_core,
-        hardware_exp2=tensor_core and matmul.family(device).exp2 == INTERPOLATION,
+        hardware_exp2=_hardware_exp2(tensor_core, device),
         delta=x.beta is not None,
         vector=not low & 15,
+        keep=records is not None,
     )
     initial = None if x.initial is None else x.initial.contiguous()
     own = layout("delta", heads, key_size, size, x.q.dtype, False)
@@ -155,7 +181,7 @@ def forward(
     strides += [n for t in (x.g, x.beta) for n in ((0, 0) if t is None else t.stride())]
     kernel.launch(
         (-(-size // schedule.tile), heads, sequences),
-        *map(address, (q, k, v, x.g, x.beta, initial, state, closed, out, x.spans)),
+        *map(address, (q, k, v, x.g, x.beta, initial, state, closed, out, x.spans, records)),
         *strides,
         own.words if state is None else state.stride(0),
         *(own.offset(name) for name in ("matrix", "keys", "updates", "decays", "marks")),
@@ -164,8 +190,167 @@ def forward(
     )
 
 
+def _refuse(x: Delta, device: int) -> None:
+    if x.by_channel:
+        raise UnavailableError(
+            "samebits' CUDA kernels for delta rules do not take a decay for each channel — use CPU tensors"
+        )
+    matmul.check_contract(x.contract, device)
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _padded(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _hardware_exp2(tensor_core: bool, device: int) -> bool:
+    return tensor_core and matmul.family(device).exp2 == INTERPOLATION
+
+
+# ---- gradients
+
+_WARPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """How the kernels of gradients compute.
+
+    Attributes:
+        tile: columns of values that a block takes, which goes through the chunks.
+        staged: whether a block that computes a chunk's rows copies what it reads to shared memory.
+    """
+
+    tile: int
+    staged: bool
+
+    def memory(self, dtype: torch.dtype, key_size: int, size: int) -> tuple[int, int]:
+        """Bytes of shared memory of the two kernels: ``struct Memory`` of each."""
+        bytes_, pad = dtype.itemsize, 16 // dtype.itemsize
+        keys, values, columns = key_size + pad, _padded(size) + pad, CHUNK + pad
+        stored = 2 * CHUNK * keys + 3 * self.tile * columns + CHUNK * columns
+        floats = CHUNK * (CHUNK + 8) + self.tile * (key_size + 8) + CHUNK * (self.tile + 8) + 2 * CHUNK
+        matrices = stored * bytes_ + 4 * floats
+        stored = 2 * CHUNK * columns
+        if self.staged:
+            stored += 2 * CHUNK * keys + 3 * CHUNK * values + key_size * values
+        rows = stored * bytes_ + 4 * (2 * CHUNK * (key_size + 1) + 3 * CHUNK + key_size)
+        return matrices, rows
+
+
+def catalogue_of_gradients() -> Iterator[Gradients]:
+    """Every schedule, for proofs."""
+    for tile in (16, 32, 64):
+        yield from (Gradients(tile, staged) for staged in (True, False))
+
+
+def choose_of_gradients(dtype: torch.dtype, key_size: int, size: int, blocks: int, device: int) -> Gradients:
+    """The schedule for sequences times heads `blocks`."""
+    info = devices.device_info(device)
+    wide = blocks * -(-size // 64) >= info.sm_count and size > 32
+    staged = Gradients(16, True).memory(dtype, key_size, size)[1] <= info.max_smem
+    for tile in (64, 32, 16) if wide else (32, 16):
+        schedule = Gradients(tile, staged)
+        if max(schedule.memory(dtype, key_size, size)) <= info.max_smem:
+            return schedule
+    raise UnavailableError(
+        f"samebits' CUDA kernels for gradients of delta rules do not take keys of {key_size} in {dtype} on"
+        " this GPU — use CPU tensors"
+    )
+
+
+def gradients_spec(
+    which: str,
+    schedule: Gradients,
+    dtype: torch.dtype,
+    key_size: int,
+    size: int,
+    *,
+    tensor_core: bool,
+    hardware_exp2: bool,
+    delta: bool,
+) -> compiler.KernelSpec:
+    """The kernel of ``delta_matrices_backward.cu`` or ``delta_rows_backward.cu``: `which` of them."""
+    constants: tuple[tuple[str, int | str], ...] = (
+        *(("TYPE", TYPES[dtype]), ("TENSOR_CORE", int(tensor_core)), ("KEY_SIZE", key_size)),
+        *(("WARPS", _WARPS), ("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta))),
+    )
+    if which == "matrices":
+        constants += (("TILE", schedule.tile),)
+    else:
+        constants += (("VALUE_SIZE", _padded(size)), ("STAGED", int(schedule.staged)))
+    smem = schedule.memory(dtype, key_size, size)[which == "rows"]
+    name = f"delta_{which}_backward"
+    return compiler.KernelSpec(
+        *(f"{name}.cu", name, "15P7q6if", constants),
+        block=32 * _WARPS,
+        smem=-(-smem // 16) * 16,
+        oldest=SM_80,
+    )
+
+
+_gradients_kernel = runtime.loader(gradients_spec)
+
+
+def _record_bytes(dtype: torch.dtype, key_size: int, size: int) -> int:
+    """Of ``struct Record``."""
+    floats, stored = CHUNK + 2 * CHUNK * size + 2 * key_size * size, CHUNK * (key_size + 2 * size)
+    return -(-(4 * floats + dtype.itemsize * stored) // 16) * 16
+
+
 def backward(
-    x: Delta, state: Tensor | None, grad: Tensor, grad_closed: Tensor | None
+    x: Delta,
+    state: Tensor | None,
+    grad: Tensor,
+    grad_closed: Tensor | None,
+    schedule: Gradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """See :mod:`samebits.backends.delta`."""
-    raise UnavailableError("samebits' CUDA kernels have no gradients of delta rules — use CPU tensors")
+    device, dtype = x.q.get_device(), x.q.dtype
+    _refuse(x, device)
+    tensor_core = contract_from_key(x.contract).step == "mma"
+    q, grad = map(_dense, (x.q, grad))
+    (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
+    sequences, group, padded = len(x.spans), heads // key_heads, _padded(key_size)
+
+    def new(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=q.device)
+
+    dq, dk, dv = new(q.shape, dtype), new(q.shape, dtype), new(x.v.shape, dtype)
+    dg, dbeta = (None if t is None else new((tokens, heads)) for t in (x.g, x.beta))
+    dinitial = None if x.initial is None else new(x.initial.shape)
+    if sequences and heads:
+        if schedule is None:
+            schedule = choose_of_gradients(dtype, padded, size, sequences * heads, device)
+        matrices, rows = (
+            _gradients_kernel(
+                *(device, which, schedule, dtype, padded, size),
+                tensor_core=tensor_core,
+                hardware_exp2=_hardware_exp2(tensor_core, device),
+                delta=x.beta is not None,
+            )
+            for which in ("matrices", "rows")
+        )
+        places = tokens // CHUNK + 2 * sequences
+        records = torch.empty(
+            places * heads * _record_bytes(dtype, key_size, size), dtype=torch.uint8, device=q.device
+        )
+        _run(x, None if state is None else state.clone(), None, None, records, None)
+        own = layout("delta", heads, key_size, size, dtype, False)
+        closed = None if grad_closed is None else grad_closed.to(torch.float32).contiguous()
+        sums = (new(q.shape), new(q.shape)) if group > 1 else (None, None)
+        tensors = (q, grad, x.beta, state, closed, records, dv, dq, dk, *sums, dg, dbeta, dinitial, x.spans)
+        given = (
+            *map(address, tensors),
+            *(n for t in (q, grad) for n in t.stride()[:2]),
+            *((0, 0) if x.beta is None else x.beta.stride()),
+            own.words if state is None else state.stride(0),
+            *(key_size, size, heads, group, tokens, sequences),
+            x.scale,
+        )
+        matrices.launch((-(-size // schedule.tile), heads, sequences), *given)
+        rows.launch((places, key_heads, 1), *given)
+    return dq, dk, dv, dg, dbeta, dinitial

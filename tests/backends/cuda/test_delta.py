@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -88,6 +90,24 @@ def pieces(run: object, x: Delta) -> tuple[Tensor, Tensor, RecurrentState]:
         )
         at = after
     return out, closed, state
+
+
+def gradients_of(x: Delta) -> Iterator[tuple[Delta, Tensor | None, Tensor, Tensor | None]]:
+    """Calls whose gradients are computed, states before them, and the gradients of their results."""
+    r = torch.Generator().manual_seed(5)
+    grad = torch.randn(x.v.shape, generator=r).to(x.v.dtype)
+    assert x.initial is not None
+    of_closed = torch.randn(x.initial.shape, generator=r)
+    yield x, None, grad, of_closed
+    yield dataclasses.replace(x, initial=None), None, grad, None
+    heads, size = x.v.shape[1:]
+    own = delta.layout("delta", heads, x.q.shape[2], size, x.q.dtype, x.by_channel)
+    state = RecurrentState(own, sequences=len(x.spans))
+    cut = x.spans[:, :1] + torch.tensor([[40], [0], [2], [64]])
+    first = dataclasses.replace(x, initial=None, spans=torch.cat([x.spans[:, :1], cut], 1).int())
+    reference.forward(first, state.data, torch.zeros_like(x.v), None)
+    rest = dataclasses.replace(x, initial=None, spans=torch.cat([cut, x.spans[:, 1:]], 1).int())
+    yield rest, state.data, grad, of_closed
 
 
 @pytest.mark.gpu

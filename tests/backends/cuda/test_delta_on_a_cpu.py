@@ -12,7 +12,7 @@ from samebits.backends.delta import Delta
 from samebits.backends.reference import delta as reference
 from samebits.contract import AMPERE
 from samebits.testing import assert_same_bits
-from tests.backends.cuda.test_delta import operands, pieces
+from tests.backends.cuda.test_delta import gradients_of, operands, pieces
 from tests.support import host_kernels
 
 pytestmark = host_kernels.needs_compiler
@@ -50,3 +50,20 @@ def test_forward(form: tuple[object, ...], schedule: kernels.Schedule) -> None:
         results.append((out, closed, by_pieces, last, state.parts["matrix"]))
     for want, got in zip(*results, strict=True):
         assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("schedule", [kernels.Gradients(16, True), kernels.Gradients(32, False)], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_backward(
+    form: tuple[object, ...], schedule: kernels.Gradients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From matrices, and from where a state goes on."""
+    monkeypatch.setattr(kernels, "choose", lambda *_: SCHEDULES[schedule.staged])
+    for x, state, grad, of_closed in gradients_of(operands(form)):
+        want = reference.backward(x, state, grad, of_closed)
+        got = kernels.backward(x, state, grad, of_closed, schedule)
+        for a, b in zip(got, want, strict=True):
+            if a is None or b is None:
+                assert a is b
+            else:
+                assert_same_bits(a, b)

@@ -26,15 +26,9 @@
 //   HARDWARE_EXP2  1: the instruction; 0: the polynomial
 //   DELTA          1: with the delta rule; 0: updates are values
 //   VECTOR         1: rows of q, k and v can be copied by 16 bytes
+//   KEEP           1: chunks are kept for gradients, in place of results
 
-#include "convert.cuh"
-#include "functions.cuh"
-#include "ptx_sm80.cuh"
-
-constexpr int CHUNK = 64, THREADS = WARPS * 32;
-using E = Element<TYPE>;
-using Stored = E::Stored;
-constexpr int SIZE = sizeof(Stored);
+#include "delta.cuh"
 
 struct Params {
     const Stored *q, *k, *v;
@@ -42,6 +36,7 @@ struct Params {
     float *state, *closed;
     Stored* out;
     const int* spans;
+    unsigned char* records;
     i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head;
     i64 words;                                 // of a sequence's state
     int matrix, keys, updates, decays, marks;  // where they are in it
@@ -50,7 +45,6 @@ struct Params {
 };
 
 // Rows in shared memory, padded so that fragments are read without conflicts of banks.
-constexpr int PAD = 16 / SIZE;
 constexpr int KEYS = KEY_SIZE + PAD, VALUES = TILE + PAD, COLUMNS = CHUNK + PAD;  // in elements
 constexpr int MATRIX = KEY_SIZE + 8, WEIGHTS = CHUNK + 8, RESIDUALS = TILE + 8;   // in floats
 
@@ -64,16 +58,6 @@ struct Memory {
     float decays[CHUNK], gammas[STAGES][ROWS], betas[STAGES][ROWS];
     int is_last;
 };
-
-__device__ __forceinline__ float exp2_of(float x) {
-#if HARDWARE_EXP2
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return contract::exp2(x);
-#endif
-}
 
 // Copies `count` rows of `size` elements behind each other, of which `given` exist; the others are zeros.
 template <int LINE, int WIDTH>
@@ -308,6 +292,7 @@ struct Block {
                     for (int j = 0; j < 16; ++j) {
                         if (row + j >= first) own[j] = E::narrow(__fmul_rn(m.betas[stage][local + j], z[j]));
                         const float u = E::widen(own[j]);
+                        if constexpr (KEEP) m.residuals[(local + j) * RESIDUALS + e] = z[j];
 #pragma unroll
                         for (int i = j + 1; i < 16; ++i)
                             z[i] = __fmaf_rn(-m.weights[(local + i) * WEIGHTS + row + j], u, z[i]);
@@ -323,6 +308,7 @@ struct Block {
             }
             __syncthreads();
         }
+        if constexpr (KEEP) return;
 
 #if TENSOR_CORE
         if (active) {
@@ -362,6 +348,26 @@ struct Block {
             store_result(token + i - first, e, acc);
         }
 #endif
+    }
+
+    // Rows `from` to `count` - 1 of the chunk, z of those from `first` on, and with its first rows its matrix.
+    __device__ __forceinline__ void keep(const Record& record, int stage, int from, int first, int count,
+                                         bool begins) const {
+        const int base = first / ROWS * ROWS;
+        for (int x = threadIdx.x; x < (count - from) * TILE; x += THREADS) {
+            const int i = from + x / TILE, e = x % TILE;
+            if (e >= columns) continue;
+            record.updates[i64(i) * p.size + first_column + e] = m.updates[e * COLUMNS + i];
+            if (DELTA && i >= first)
+                record.z[i64(i) * p.size + first_column + e] = m.residuals[(i - base) * RESIDUALS + e];
+        }
+        if (begins) write_matrix(record.matrix, false);
+        if (first_column) return;
+        for (int x = threadIdx.x; x < (count - from) * p.key_size; x += THREADS) {
+            const int i = from + x / p.key_size, d = x % p.key_size;
+            record.keys[i * p.key_size + d] = m.keys[stage][i * KEYS + d];
+        }
+        for (int i = from + threadIdx.x; i < count; i += THREADS) record.decays[i] = m.decays[i];
     }
 
     // The matrix at the end of a chunk with `count` rows.
@@ -502,6 +508,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
     int token = begin, count = before, stage = 0, written = before;
     if (token < end && count < CHUNK) block.load(0, token, count, window_of(count, end - token));
     bool replaced = false;
+    [[maybe_unused]] int kept = 0, chunk = first_chunk(begin, sequence);  // rows of the chunk, and its place
     while (token < end) {
         if (count == CHUNK) {  // the state's chunk was full
             block.close(stage, count);
@@ -518,10 +525,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
         __syncthreads();
         block.window(stage, token, count, next);
         __syncthreads();
+#if KEEP
+        const Record record(p.records, i64(chunk) * p.heads + head, p.key_size, p.size);
+        block.keep(record, stage, kept, count, next, kept == 0);
+        kept = next;
+        __syncthreads();
+#endif
         token += given, count = next;
         if (count == CHUNK && left > 0) {
             block.close(stage, count);
-            replaced = true, count = written = 0;
+            replaced = true, count = written = kept = 0;
+            ++chunk;
         }
         if (ahead)
             stage = other;

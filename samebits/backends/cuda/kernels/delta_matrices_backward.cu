@@ -1,0 +1,186 @@
+// Gradients of delta rules and linear attention, from chunk to chunk: of updates and values, and of matrices.
+//
+// docs/contract.md, "Recurrent layers", has the sums. A block takes TILE columns of one head's values in one sequence,
+// and goes through the sequence's chunks from the last to the first. It holds the gradient of the matrix at the chunk's
+// end, transposed, in shared memory, and keeps it, and those of updates and z, in the chunk's record: the rest of the
+// gradients needs all columns, and is computed by delta_rows_backward.cu.
+//
+// Macros: TYPE, TENSOR_CORE, KEY_SIZE, TILE, WARPS, HARDWARE_EXP2 and DELTA are those of delta.cu.
+
+#include "delta_backward.cuh"
+
+// Rows in shared memory, padded so that fragments are read without conflicts of banks.
+constexpr int KEYS = KEY_SIZE + PAD, COLUMNS = CHUNK + PAD;                    // in elements
+constexpr int MATRIX = KEY_SIZE + 8, WEIGHTS = CHUNK + 8, UPDATES = TILE + 8;  // in floats
+
+struct Memory {
+    Stored keys[CHUNK * KEYS], queries[CHUNK * KEYS];
+    Stored grads[TILE * COLUMNS], scaled[TILE * COLUMNS], of_z[TILE * COLUMNS];  // [column, row]
+    Stored scores[CHUNK * COLUMNS];  // [key, query], times the scale
+    float weights[CHUNK * WEIGHTS];  // of keys, negative, [key, row]
+    float matrix[TILE * MATRIX], of_updates[CHUNK * UPDATES];
+    float decays[CHUNK], betas[CHUNK];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    delta_matrices_backward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    Memory& m = *reinterpret_cast<Memory*>(bytes);
+    const int tile = blockIdx.x, head = blockIdx.y, sequence = blockIdx.z;
+    const int first_column = tile * TILE, columns = min(TILE, p.size - first_column);
+    const int begin = min(max(p.spans[2 * sequence], 0), p.tokens);
+    const i64 own = (i64(sequence) * p.heads + head) * p.key_size * p.size;  // of a matrix
+
+    for (int x = threadIdx.x; x < KEY_SIZE * TILE; x += THREADS) {
+        const int d = x / TILE, e = x % TILE;
+        const bool given = p.of_closed && d < p.key_size && e < columns;
+        m.matrix[e * MATRIX + d] = given ? p.of_closed[own + i64(d) * p.size + first_column + e] : 0.0f;
+    }
+    __syncthreads();
+
+    for (int chunk = Span(p, sequence, 0).chunks - 1; chunk >= 0; --chunk) {
+        const Span rows(p, sequence, chunk);
+        const int count = rows.count;
+        const Record record(p.records, i64(first_chunk(begin, sequence) + chunk) * p.heads + head, p.key_size,
+                            p.size);
+
+        // Rows that are not there are zeros, and so are queries and gradients of those before this call's.
+        const Stored* q = p.q + head / p.group * p.q_head;
+        const Stored* grad = p.grad + head * p.grad_head + first_column;
+        for (int x = threadIdx.x; x < CHUNK * KEY_SIZE; x += THREADS) {
+            const int i = x / KEY_SIZE, d = x % KEY_SIZE;
+            const bool exists = i < count && d < p.key_size;
+            m.keys[i * KEYS + d] = exists ? record.keys[i * p.key_size + d] : E::narrow(0.0f);
+            m.queries[i * KEYS + d] =
+                exists && i >= rows.before ? q[(rows.token + i) * p.q_token + d] : E::narrow(0.0f);
+        }
+        for (int x = threadIdx.x; x < CHUNK * TILE; x += THREADS) {
+            const int i = x / TILE, e = x % TILE;
+            const bool exists = i < count && i >= rows.before && e < columns;
+            m.grads[e * COLUMNS + i] = exists ? grad[(rows.token + i) * p.grad_token + e] : E::narrow(0.0f);
+            m.of_z[e * COLUMNS + i] = E::narrow(0.0f);
+        }
+        for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
+            m.decays[i] = i < count ? record.decays[i] : 0.0f;
+            const bool exists = DELTA && i < count && i >= rows.before;
+            m.betas[i] = exists ? p.beta[(rows.token + i) * p.beta_token + head * p.beta_head] : 0.0f;
+        }
+        // The gradient of the matrix at this chunk's end.
+        for (int x = threadIdx.x; x < p.key_size * TILE; x += THREADS) {
+            const int d = x / TILE, e = x % TILE;
+            if (e < columns) record.of_matrix[i64(d) * p.size + first_column + e] = m.matrix[e * MATRIX + d];
+        }
+        __syncthreads();
+
+        const float last = m.decays[count - 1];
+        const Rows keys{m.keys, KEYS}, queries{m.queries, KEYS};
+        for_tiles<CHUNK, CHUNK>([&](TileOf<CHUNK>& t) {
+            t.each([](int, int, float& c) { c = 0.0f; });
+            t.add(0, p.key_size, keys, queries);
+            t.each([&](int j, int i, float& c) {
+                const bool seen = j <= i && i < count;
+                const float y = seen ? __fmul_rn(c, exp2_of(__fsub_rn(m.decays[i], m.decays[j]))) : 0.0f;
+                m.scores[j * COLUMNS + i] = E::narrow(i < count ? __fmul_rn(y, p.scale) : 0.0f);
+            });
+            if constexpr (DELTA) {
+                t.each([](int, int, float& c) { c = 0.0f; });
+                t.add(0, p.key_size, keys, keys);
+                t.each([&](int j, int i, float& c) {
+                    const bool seen = j < i && i < count;
+                    const float y = seen ? __fmul_rn(c, exp2_of(__fsub_rn(m.decays[i], m.decays[j]))) : 0.0f;
+                    m.weights[j * WEIGHTS + i] = -y;
+                });
+            }
+        });
+        __syncthreads();
+
+        // Of updates: by the next matrix, by results, then by the updates of later rows.
+        const Rows grads{m.grads, COLUMNS}, of_z{m.of_z, COLUMNS};
+        for_tiles<CHUNK, TILE>([&](TileOf<TILE>& t) {
+            t.each([](int, int, float& c) { c = 0.0f; });
+            t.add(0, p.key_size, keys, Floats{m.matrix, MATRIX});
+            t.each([&](int j, int, float& c) {
+                c = j < count ? __fmul_rn(c, exp2_of(__fsub_rn(last, m.decays[j]))) : 0.0f;
+            });
+            t.add(0, count, Rows{m.scores, COLUMNS}, grads);
+            t.each([&](int j, int e, float& c) { m.of_updates[j * UPDATES + e] = c; });
+        });
+        __syncthreads();
+        if constexpr (DELTA) {
+            for (int row = (count - 1) / 16 * 16; row >= 0; row -= 16) {
+                if (row + 16 < count) {
+                    for_tiles<16, TILE>([&](TileOf<TILE>& t) {
+                        const auto start = [&](int j, int e, float& c) {
+                            c = m.of_updates[(row + j) * UPDATES + e];
+                        };
+                        t.each(start);
+                        t.add(row + 16, count, Floats{m.weights + row * WEIGHTS, WEIGHTS}, of_z);
+                        t.each([&](int j, int e, float& c) { m.of_updates[(row + j) * UPDATES + e] = c; });
+                    });
+                    __syncthreads();
+                }
+                for (int e = threadIdx.x; e < TILE; e += THREADS) {
+                    float u[16];
+#pragma unroll
+                    for (int j = 0; j < 16; ++j) u[j] = m.of_updates[(row + j) * UPDATES + e];
+#pragma unroll
+                    for (int i = 15; i >= 0; --i) {
+                        if (row + i >= count) continue;
+                        const Stored z = E::narrow(__fmul_rn(u[i], m.betas[row + i]));
+                        m.of_z[e * COLUMNS + row + i] = z;
+                        m.of_updates[(row + i) * UPDATES + e] = u[i];
+#pragma unroll
+                        for (int j = 0; j < i; ++j)
+                            u[j] = __fmaf_rn(m.weights[(row + j) * WEIGHTS + row + i], E::widen(z), u[j]);
+                    }
+                }
+                __syncthreads();
+            }
+        }
+        for (int x = threadIdx.x; x < count * TILE; x += THREADS) {
+            const int i = x / TILE, e = x % TILE;
+            if (e >= columns) continue;
+            const float u = m.of_updates[i * UPDATES + e];
+            const Stored z = DELTA ? m.of_z[e * COLUMNS + i] : E::narrow(u);
+            if constexpr (DELTA) {
+                record.of_updates[i64(i) * p.size + first_column + e] = u;
+                record.of_z[i64(i) * p.size + first_column + e] = z;
+            }
+            if (i >= rows.before) p.dv[((rows.token + i) * p.heads + head) * p.size + first_column + e] = z;
+        }
+
+        // Of the matrix at the chunk's start.
+        const auto scale = [&](const Stored* from, float by) {
+            for (int x = threadIdx.x; x < TILE * CHUNK; x += THREADS) {
+                const int at = x / CHUNK * COLUMNS + x % CHUNK;
+                const float factor = __fmul_rn(exp2_of(m.decays[x % CHUNK]), by);
+                const float y = __fmul_rn(E::widen(from[at]), factor);
+                m.scaled[at] = E::narrow(x % CHUNK < count ? y : 0.0f);
+            }
+        };
+        const auto add_to_matrix = [&](const Stored* of, float kept) {
+            for_tiles<KEY_SIZE, TILE>([&](TileOf<TILE>& t) {
+                t.each([&](int d, int e, float& c) { c = __fmul_rn(m.matrix[e * MATRIX + d], kept); });
+                t.add(0, count, Columns{of, KEYS}, Rows{m.scaled, COLUMNS});
+                t.each([&](int d, int e, float& c) { m.matrix[e * MATRIX + d] = c; });
+            });
+        };
+        scale(m.grads, p.scale);
+        __syncthreads();
+        add_to_matrix(m.queries, exp2_of(last));
+        __syncthreads();
+        if constexpr (DELTA) {
+            scale(m.of_z, -1.0f);
+            __syncthreads();
+            add_to_matrix(m.keys, 1.0f);
+            __syncthreads();
+        }
+    }
+
+    for (int x = threadIdx.x; p.dinitial && x < p.key_size * TILE; x += THREADS) {
+        const int d = x / TILE, e = x % TILE;
+        if (e < columns)
+            p.dinitial[own + i64(d) * p.size + first_column + e] =
+                contract::canonical(m.matrix[e * MATRIX + d]);
+    }
+}

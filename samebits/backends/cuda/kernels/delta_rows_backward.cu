@@ -1,0 +1,252 @@
+// Gradients of delta rules and linear attention, of a chunk's rows: of queries, keys, decays and betas.
+//
+// docs/contract.md, "Recurrent layers", has the sums. A block takes the heads that share one of keys, in one chunk, one
+// after the other. Their records have all that the passes over the sequence found: see delta_matrices_backward.cu. So
+// blocks need nothing of each other.
+//
+// Macros: TYPE, TENSOR_CORE, KEY_SIZE, WARPS, HARDWARE_EXP2 and DELTA are those of delta.cu.
+//   VALUE_SIZE  of v, up to a multiple of 16
+//   STAGED      1: operands are copied to shared memory; 0: they are read where they are
+
+#include "delta_backward.cuh"
+
+constexpr int KEYS = KEY_SIZE + PAD, VALUES = VALUE_SIZE + PAD, COLUMNS = CHUNK + PAD;  // in elements
+constexpr int LINE = KEY_SIZE + 1;                                                      // in floats
+
+struct Memory {
+#if STAGED
+    Stored keys[CHUNK * KEYS], queries[CHUNK * KEYS];
+    Stored updates[CHUNK * VALUES], of_z[CHUNK * VALUES], grads[CHUNK * VALUES], matrix[KEY_SIZE * VALUES];
+#endif
+    Stored of_scores[CHUNK * COLUMNS], of_mutual[CHUNK * COLUMNS];
+    float rows[CHUNK * LINE], columns[CHUNK * LINE];
+    float decays[CHUNK], sums[CHUNK], written[CHUNK], kept[KEY_SIZE];
+};
+
+// Rows of an array in global memory, of which those from `first` to `last` - 1 exist; the others are zeros.
+template <class T>
+struct Given {
+    static constexpr bool PAIRS = false;
+    const T* from;
+    i64 line;
+    int first, last, size;
+
+    __device__ __forceinline__ T raw(int row, int k) const {
+        return row >= first && row < last && k < size ? from[row * line + k] : T(0);
+    }
+    __device__ __forceinline__ float operator()(int row, int k) const {
+        if constexpr (sizeof(T) == 4)
+            return raw(row, k);
+        else
+            return E::widen(raw(row, k));
+    }
+};
+
+template <class T>
+struct Turned {
+    static constexpr bool PAIRS = false;
+    T of;
+    __device__ __forceinline__ float operator()(int row, int k) const { return of(k, row); }
+};
+
+template <int LINES, int WIDTH, int STEP, class T>
+__device__ __forceinline__ void stage(Stored* to, const Given<T>& given) {
+    for (int x = threadIdx.x; x < LINES * WIDTH; x += THREADS)
+        to[x / WIDTH * STEP + x % WIDTH] = E::narrow(given(x / WIDTH, x % WIDTH));
+}
+
+// Of one of the heads that share `key_head`.
+__device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& span, int place, int head) {
+    const int count = span.count, before = span.before;
+    const Record record(p.records, i64(place) * p.heads + head, p.key_size, p.size);
+
+    const Stored* first_q = p.q + head / p.group * p.q_head + span.token * p.q_token;
+    const Stored* first_grad = p.grad + head * p.grad_head + span.token * p.grad_token;
+    const Given<Stored> given_q{first_q, p.q_token, before, count, p.key_size};
+    const Given<Stored> given_grad{first_grad, p.grad_token, before, count, p.size};
+    const Given<Stored> given_keys{record.keys, p.key_size, 0, count, p.key_size};
+    const Given<Stored> given_updates{record.updates, p.size, 0, count, p.size};
+    const Given<Stored> given_of_z{record.of_z, p.size, 0, count, p.size};
+    const Given<float> given_matrix{record.matrix, p.size, 0, p.key_size, p.size};
+    const Given<float> given_of_matrix{record.of_matrix, p.size, 0, p.key_size, p.size};
+#if STAGED
+    stage<CHUNK, KEY_SIZE, KEYS>(m.queries, given_q);
+    stage<CHUNK, KEY_SIZE, KEYS>(m.keys, given_keys);
+    stage<CHUNK, VALUE_SIZE, VALUES>(m.grads, given_grad);
+    stage<CHUNK, VALUE_SIZE, VALUES>(m.updates, given_updates);
+    if constexpr (DELTA) stage<CHUNK, VALUE_SIZE, VALUES>(m.of_z, given_of_z);
+    stage<KEY_SIZE, VALUE_SIZE, VALUES>(m.matrix, given_matrix);
+    const Rows q{m.queries, KEYS}, keys{m.keys, KEYS}, grads{m.grads, VALUES}, updates{m.updates, VALUES},
+        of_z{m.of_z, VALUES}, matrix{m.matrix, VALUES}, of_matrix{m.matrix, VALUES};
+    const Columns turned_q{m.queries, KEYS}, turned_keys{m.keys, KEYS};
+#else
+    const auto &q = given_q, &keys = given_keys, &grads = given_grad, &updates = given_updates,
+               &of_z = given_of_z;
+    const auto &matrix = given_matrix, &of_matrix = given_of_matrix;
+    const Turned<Given<Stored> > turned_q{given_q}, turned_keys{given_keys};
+#endif
+    for (int i = threadIdx.x; i < CHUNK; i += THREADS) m.decays[i] = i < count ? record.decays[i] : 0.0f;
+    __syncthreads();
+
+    // Of scores, times decays.
+    const float last = m.decays[count - 1];
+    const auto zero = [](int, int, float& c) { c = 0.0f; };
+    for_tiles<CHUNK, CHUNK>([&](TileOf<CHUNK>& t) {
+        const auto decay = [&](int i, int j) { return exp2_of(__fsub_rn(m.decays[i], m.decays[j])); };
+        t.each(zero);
+        t.add(0, p.size, grads, updates);
+        t.each([&](int i, int j, float& c) {
+            const bool seen = j <= i && i < count;
+            m.of_scores[i * COLUMNS + j] =
+                E::narrow(seen ? __fmul_rn(__fmul_rn(c, p.scale), decay(i, j)) : 0.0f);
+        });
+        if constexpr (DELTA) {
+            t.each(zero);
+            t.add(0, p.size, of_z, updates);
+            t.each([&](int i, int j, float& c) {
+                const bool seen = j < i && i < count;
+                m.of_mutual[i * COLUMNS + j] = E::narrow(seen ? __fmul_rn(-c, decay(i, j)) : 0.0f);
+            });
+        }
+    });
+    __syncthreads();
+
+    // Of queries.
+    for_tiles<CHUNK, KEY_SIZE>([&](TileOf<KEY_SIZE>& t) {
+        t.each(zero);
+        t.add(0, p.size, grads, matrix);
+        t.each([&](int i, int, float& c) {
+            c = i < count ? __fmul_rn(c, __fmul_rn(exp2_of(m.decays[i]), p.scale)) : 0.0f;
+        });
+        t.add(0, count, Rows{m.of_scores, COLUMNS}, turned_keys);
+        t.each([&](int i, int d, float& c) { m.rows[i * LINE + d] = c; });
+    });
+    __syncthreads();
+    // Sums over heads, in order, by one thread for each element.
+    const auto store = [&](Stored* to, float* sums, int i, int d, float x) {
+        const i64 at = ((span.token + i) * (p.heads / p.group) + head / p.group) * p.key_size + d;
+        if (head % p.group) x = __fadd_rn(sums[at], x);
+        if (head % p.group == p.group - 1)
+            to[at] = E::narrow(contract::canonical(x));
+        else
+            sums[at] = x;
+    };
+    for (int x = threadIdx.x; x < count * p.key_size; x += THREADS) {
+        const int i = x / p.key_size, d = x % p.key_size;
+        if (i >= before) store(p.dq, p.sums_of_dq, i, d, m.rows[i * LINE + d]);
+    }
+    if (p.dg)
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            float sum = 0.0f;
+            for (int d = 0; d < p.key_size; ++d) sum = __fmaf_rn(q(i, d), m.rows[i * LINE + d], sum);
+            m.sums[i] = sum;
+        }
+    __syncthreads();
+
+    // Of keys, as rows of scores.
+    for_tiles<CHUNK, KEY_SIZE>([&](TileOf<KEY_SIZE>& t) {
+        t.each(zero);
+        if constexpr (DELTA) {
+            t.add(0, p.size, of_z, matrix);
+            t.each([&](int i, int, float& c) { c = i < count ? __fmul_rn(c, -exp2_of(m.decays[i])) : 0.0f; });
+            t.add(0, count, Rows{m.of_mutual, COLUMNS}, turned_keys);
+        }
+        t.each([&](int i, int d, float& c) { m.rows[i * LINE + d] = c; });
+    });
+    __syncthreads();
+
+    // As what the next matrix consists of, and as columns of scores.
+#if STAGED
+    stage<KEY_SIZE, VALUE_SIZE, VALUES>(m.matrix, given_of_matrix);
+    __syncthreads();
+#endif
+    for_tiles<CHUNK, KEY_SIZE>([&](TileOf<KEY_SIZE>& t) {
+        t.each(zero);
+        t.add(0, p.size, updates, of_matrix);
+        t.each([&](int j, int d, float& c) {
+            m.columns[j * LINE + d] = j < count ? __fmul_rn(c, exp2_of(__fsub_rn(last, m.decays[j]))) : 0.0f;
+        });
+    });
+    __syncthreads();
+    if (p.dg) {
+        const float kept = exp2_of(last);
+        for (int x = threadIdx.x; x < CHUNK + p.key_size; x += THREADS) {
+            float sum = 0.0f;
+            if (x < CHUNK) {
+                if (x < count)
+                    for (int d = 0; d < p.key_size; ++d)
+                        sum = __fmaf_rn(keys(x, d), m.columns[x * LINE + d], sum);
+                m.written[x] = sum;
+            } else {
+                const int d = x - CHUNK;
+                for (int e = 0; e < p.size; ++e)
+                    sum = __fmaf_rn(record.matrix[i64(d) * p.size + e],
+                                    __fmul_rn(record.of_matrix[i64(d) * p.size + e], kept), sum);
+                m.kept[d] = sum;
+            }
+        }
+        __syncthreads();
+    }
+    for_tiles<CHUNK, KEY_SIZE>([&](TileOf<KEY_SIZE>& t) {
+        t.each(zero);
+        t.add(0, count, Columns{m.of_scores, COLUMNS}, turned_q);
+        if constexpr (DELTA) t.add(0, count, Columns{m.of_mutual, COLUMNS}, turned_keys);
+        t.each([&](int j, int d, float& c) {
+            const float of_column = __fadd_rn(c, m.columns[j * LINE + d]), of_row = m.rows[j * LINE + d];
+            m.columns[j * LINE + d] = __fadd_rn(of_row, of_column);
+            m.rows[j * LINE + d] = __fsub_rn(of_row, of_column);
+        });
+    });
+    __syncthreads();
+    for (int x = threadIdx.x; x < count * p.key_size; x += THREADS) {
+        const int i = x / p.key_size, d = x % p.key_size;
+        if (i >= before) store(p.dk, p.sums_of_dk, i, d, m.columns[i * LINE + d]);
+    }
+
+    // Of betas, and of decays: a row's running sum scales what the row reads, and inversely what is read of it.
+    if constexpr (DELTA)
+        for (int i = THREADS - 1 - threadIdx.x; i < count; i += THREADS) {
+            float sum = 0.0f;
+            for (int e = 0; e < p.size && i >= before; ++e)
+                sum = __fmaf_rn(record.of_updates[i64(i) * p.size + e], record.z[i64(i) * p.size + e], sum);
+            if (i >= before) p.dbeta[(span.token + i) * p.heads + head] = contract::canonical(sum);
+        }
+    if (!p.dg) return;
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        float sum = m.sums[i];
+        for (int d = 0; d < p.key_size; ++d) sum = __fmaf_rn(keys(i, d), m.rows[i * LINE + d], sum);
+        m.sums[i] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    float written = m.written[0], kept = m.kept[0];
+    for (int j = 1; j < count; ++j) written = __fadd_rn(written, m.written[j]);
+    for (int d = 1; d < p.key_size; ++d) kept = __fadd_rn(kept, m.kept[d]);
+    float sum = __fadd_rn(m.sums[count - 1], __fadd_rn(written, kept));
+    for (int i = count - 1; i >= before; --i) {
+        if (i < count - 1) sum = __fadd_rn(sum, m.sums[i]);
+        p.dg[(span.token + i) * p.heads + head] = contract::canonical(sum);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    delta_rows_backward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    Memory& m = *reinterpret_cast<Memory*>(bytes);
+    const int place = blockIdx.x, first_head = blockIdx.y * p.group;
+
+    // The last sequence whose first chunk is not behind this one.
+    int sequence = 0;
+    for (int beyond = p.sequences; beyond - sequence > 1;) {
+        const int middle = (sequence + beyond) / 2;
+        const int begin = min(max(p.spans[2 * middle], 0), p.tokens);
+        (first_chunk(begin, middle) <= place ? sequence : beyond) = middle;
+    }
+    const int chunk = place - first_chunk(min(max(p.spans[2 * sequence], 0), p.tokens), sequence);
+    if (chunk < 0 || chunk >= Span(p, sequence, 0).chunks) return;
+    const Span span(p, sequence, chunk);
+    for (int head = first_head; head < first_head + p.group; ++head) {
+        of_head(p, m, span, place, head);
+        __syncthreads();
+    }
+}

@@ -1,0 +1,165 @@
+// What kernels of delta rules share: products of a block's threads, and what is kept of chunks for gradients.
+#pragma once
+
+#include "convert.cuh"
+#include "functions.cuh"
+#include "ptx_sm80.cuh"
+
+constexpr int CHUNK = 64, THREADS = WARPS * 32;
+using E = Element<TYPE>;
+using Stored = E::Stored;
+constexpr int SIZE = sizeof(Stored), PAD = 16 / SIZE;
+
+__device__ __forceinline__ float exp2_of(float x) {
+#if HARDWARE_EXP2
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return contract::exp2(x);
+#endif
+}
+
+// What passes over a sequence's chunks leave of one of them, for one head. All arrays are dense.
+struct Record {
+    float *decays, *z, *of_updates;  // [CHUNK], [CHUNK, size], and the gradient of updates
+    Stored *keys, *updates, *of_z;   // [CHUNK, key size], [CHUNK, size], and the gradient of z
+    float *matrix, *of_matrix;       // [key size, size] at the chunk's start, and the gradient at its end
+
+    __device__ __forceinline__ Record(unsigned char* records, i64 index, int key_size, int size) {
+        const i64 values = i64(CHUNK) * size, entries = i64(key_size) * size;
+        const i64 floats = CHUNK + 2 * values, stored = CHUNK * key_size + 2 * values;
+        const i64 bytes = (4 * (floats + 2 * entries) + SIZE * stored + 15) / 16 * 16;
+        decays = reinterpret_cast<float*>(records + index * bytes);
+        z = decays + CHUNK, of_updates = z + values;
+        keys = reinterpret_cast<Stored*>(of_updates + values);
+        updates = keys + CHUNK * key_size, of_z = updates + values;
+        matrix = reinterpret_cast<float*>(of_z + values), of_matrix = matrix + entries;
+    }
+};
+
+// The place of a sequence's first chunk among those of all: no two sequences share one.
+__device__ __forceinline__ int first_chunk(int begin, int sequence) { return begin / CHUNK + 2 * sequence; }
+
+// Two neighbours along k of an operand, rounded and packed.
+template <class T>
+__device__ __forceinline__ u32 pair_of(const T& operand, int row, int k) {
+#if TENSOR_CORE
+    if constexpr (T::PAIRS)
+        return operand.pair(row, k);
+    else
+        return E::pack(operand(row, k), operand(row, k + 1));
+#else
+    return 0;
+#endif
+}
+
+// Elements of a product that one thread has. Operands are called as (row or column, k).
+#if TENSOR_CORE
+template <int WIDE>
+struct Tile {
+    float c[WIDE][4];
+    int row, column;  // of the warp's first element
+
+    template <class F>
+    __device__ __forceinline__ void each(const F& f) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int x = 0; x < WIDE; ++x)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                f(row + lane / 4 + i / 2 * 8, column + x * 8 + lane % 4 * 2 + i % 2, c[x][i]);
+    }
+
+    // Carries chains on, from k = `first`, a multiple of 16, up to `last`. Operands are zeros from there on.
+    template <class A, class B>
+    __device__ __forceinline__ void add(int first, int last, const A& a, const B& b) {
+        const int lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
+        for (int k = first + in_pair; k < last + in_pair; k += 16) {
+            const u32 rows[4] = {pair_of(a, row + in_row, k), pair_of(a, row + in_row + 8, k),
+                                 pair_of(a, row + in_row, k + 8), pair_of(a, row + in_row + 8, k + 8)};
+#pragma unroll
+            for (int x = 0; x < WIDE; ++x) {
+                const int n = column + x * 8 + in_row;
+                const u32 columns[2] = {pair_of(b, n, k), pair_of(b, n, k + 8)};
+                mma_m16n8k16<TYPE == BF16>(c[x], rows, columns);
+            }
+        }
+    }
+};
+
+// Of products of so many columns. (NVRTC takes no generic lambdas.)
+template <int WIDTH>
+using TileOf = Tile<WIDTH % 32 == 0 ? 4 : 2>;
+
+// Calls `f` with each tile of this warp, of a product of HEIGHT x WIDTH elements.
+template <int HEIGHT, int WIDTH, class F>
+__device__ __forceinline__ void for_tiles(const F& f) {
+    constexpr int WIDE = sizeof(TileOf<WIDTH>::c) / 16, TILES = WIDTH / (8 * WIDE);
+    for (int i = threadIdx.x / 32; i < HEIGHT / 16 * TILES; i += WARPS) {
+        TileOf<WIDTH> tile;
+        tile.row = i / TILES * 16, tile.column = i % TILES * 8 * WIDE;
+        f(tile);
+    }
+}
+#else
+struct Tile {
+    float c;
+    int row, column;
+
+    template <class F>
+    __device__ __forceinline__ void each(const F& f) {
+        f(row, column, c);
+    }
+
+    template <class A, class B>
+    __device__ __forceinline__ void add(int first, int last, const A& a, const B& b) {
+        for (int k = first; k < last; ++k)
+            c = __fmaf_rn(E::widen(E::narrow(a(row, k))), E::widen(E::narrow(b(column, k))), c);
+    }
+};
+
+template <int WIDTH>
+using TileOf = Tile;
+
+template <int HEIGHT, int WIDTH, class F>
+__device__ __forceinline__ void for_tiles(const F& f) {
+    for (int i = threadIdx.x; i < HEIGHT * WIDTH; i += THREADS) {
+        Tile tile;
+        tile.row = i / WIDTH, tile.column = i % WIDTH;
+        f(tile);
+    }
+}
+#endif
+
+// Operands, with PAIRS if they lie there rounded: rows of `line` elements, or with the roles of row and k exchanged; of floats, which get rounded.
+struct Rows {
+    static constexpr bool PAIRS = true;
+    const Stored* from;
+    int line;
+    __device__ __forceinline__ float operator()(int row, int k) const {
+        return E::widen(from[row * line + k]);
+    }
+    __device__ __forceinline__ u32 pair(int row, int k) const {
+        return *reinterpret_cast<const u32*>(from + row * line + k);
+    }
+};
+
+struct Columns {
+    static constexpr bool PAIRS = true;
+    const Stored* from;
+    int line;
+    __device__ __forceinline__ float operator()(int row, int k) const {
+        return E::widen(from[k * line + row]);
+    }
+    __device__ __forceinline__ u32 pair(int row, int k) const {
+        return u32(from[k * line + row]) | u32(from[(k + 1) * line + row]) << 16;
+    }
+};
+
+struct Floats {
+    static constexpr bool PAIRS = false;
+    const float* from;
+    int line;
+    __device__ __forceinline__ float operator()(int row, int k) const { return from[row * line + k]; }
+};

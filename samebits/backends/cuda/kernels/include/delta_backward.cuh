@@ -1,0 +1,33 @@
+// What the kernels of delta rules' gradients share: their parameters, and where a chunk's rows are.
+#pragma once
+
+#include "delta.cuh"
+
+struct Params {
+    const Stored *q, *grad;
+    const float *beta, *state, *of_closed;
+    unsigned char* records;
+    Stored *dv, *dq, *dk;            // [tokens, heads, size], or key heads
+    float *sums_of_dq, *sums_of_dk;  // over some heads that share one of keys; null where none do
+    float *dg, *dbeta, *dinitial;
+    const int* spans;
+    i64 q_token, q_head, grad_token, grad_head, beta_token, beta_head, words;
+    int key_size, size, heads, group, tokens, sequences;
+    float scale;
+};
+
+// Rows of a chunk: those from `before` on are tokens of this call.
+struct Span {
+    int chunks, before, count;
+    i64 token;  // of row 0, if that were one
+
+    __device__ __forceinline__ Span(const Params& p, int sequence, int chunk) {
+        const int begin = min(max(p.spans[2 * sequence], 0), p.tokens);
+        const int end = min(max(p.spans[2 * sequence + 1], begin), p.tokens);
+        const int open = p.state ? min(max(int(p.state[sequence * p.words]), 0), CHUNK) % CHUNK : 0;
+        chunks = begin < end ? (open + end - begin + CHUNK - 1) / CHUNK : 0;
+        before = chunk ? 0 : open;
+        count = min(open + end - begin - chunk * CHUNK, CHUNK);
+        token = i64(begin) - open + i64(chunk) * CHUNK;
+    }
+};
