@@ -186,7 +186,7 @@ def _delta(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """``torch_chunk_gated_delta_rule`` and the like, of a prefill and of decoding."""
-    if not _computes(operation, query, key, value, g, beta):
+    if not _computes(operation, query):
         given = {"initial_state": initial_state, "output_final_state": output_final_state}
         given |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         return own(query, key, value, g=g, beta=beta, **given, **kwargs)  # type: ignore[no-any-return]
@@ -234,11 +234,9 @@ def _run(
     return out.reshape(shape), None if after is None else after.data
 
 
-def _computes(operation: Run, *operands: Tensor) -> bool:
-    """Whether there are kernels: on GPUs not for decays of each channel, and not for gradients."""
-    if not operands[0].is_cuda:
-        return True
-    return operation is not kda and not (torch.is_grad_enabled() and any(t.requires_grad for t in operands))
+def _computes(operation: Run, operand: Tensor) -> bool:
+    """Whether there are kernels: on GPUs not for decays of each channel."""
+    return operation is not kda or not operand.is_cuda
 
 
 def _lightning(
@@ -251,7 +249,7 @@ def _lightning(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """``MiniMaxLightningAttention.forward``."""
-    if not _computes(lightning_attention, hidden_states, layer.qkv_proj.weight):
+    if not _computes(lightning_attention, hidden_states):
         return own(  # type: ignore[no-any-return]
             layer, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )

@@ -55,15 +55,16 @@ class Schedule:
     warps: int
     stages: int
 
-    def memory(self, dtype: torch.dtype, key_size: int, tensor_core: bool) -> int:
+    def memory(self, dtype: torch.dtype, key_size: int, tensor_core: bool, by_channel: bool = False) -> int:
         """Bytes of shared memory of a block: ``struct Memory``."""
         size, pad = dtype.itemsize, 16 // dtype.itemsize
         keys, values, columns = key_size + pad, self.tile + pad, CHUNK + pad
         stored = self.stages * ((CHUNK + self.rows) * keys + self.rows * values)
         stored += 2 * self.tile * columns + self.rows * columns
         floats = self.tile * (key_size + 8) + self.rows * (CHUNK + 8 + self.tile + 8)
-        floats += 0 if tensor_core else self.rows * (self.tile + 8)
-        return stored * size + 4 * (floats + CHUNK + 2 * self.stages * self.rows + 1)
+        floats += self.rows * (self.tile + 8) if by_channel or not tensor_core else 0
+        decays, gammas = (key_size + 1, key_size) if by_channel else (1, 1)
+        return stored * size + 4 * (floats + CHUNK * decays + self.stages * self.rows * (gammas + 1) + 1)
 
 
 def catalogue() -> Iterator[Schedule]:
@@ -75,7 +76,14 @@ def catalogue() -> Iterator[Schedule]:
 
 
 def choose(
-    dtype: torch.dtype, key_size: int, size: int, blocks: int, few: bool, tensor_core: bool, device: int
+    dtype: torch.dtype,
+    key_size: int,
+    size: int,
+    blocks: int,
+    few: bool,
+    tensor_core: bool,
+    by_channel: bool,
+    device: int,
 ) -> Schedule:
     """The schedule for sequences times heads `blocks`, with `few` tokens each or with more."""
     info = devices.device_info(device)
@@ -87,7 +95,7 @@ def choose(
         wanted = [Schedule(tile, CHUNK, 8, stages) for tile in tiles for stages in (2, 1)]
         wanted.append(Schedule(16, 16, 4, 1))
     for schedule in wanted:
-        if schedule.memory(dtype, key_size, tensor_core) <= info.max_smem:
+        if schedule.memory(dtype, key_size, tensor_core, by_channel) <= info.max_smem:
             return schedule
     raise UnavailableError(
         f"samebits' CUDA kernel for delta rules does not take keys of {key_size} in {dtype} on this GPU — use"
@@ -104,6 +112,7 @@ def kernel_spec(
     hardware_exp2: bool,
     delta: bool,
     vector: bool,
+    by_channel: bool = False,
     keep: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``delta.cu`` for keys of `key_size`, a multiple of 16."""
@@ -118,6 +127,7 @@ def kernel_spec(
         ("HARDWARE_EXP2", int(hardware_exp2)),
         ("DELTA", int(delta)),
         ("VECTOR", int(vector)),
+        ("BY_CHANNEL", int(by_channel)),
         ("KEEP", int(keep)),
     )
     return compiler.KernelSpec(
@@ -126,7 +136,7 @@ def kernel_spec(
         "11P11q10if",
         constants,
         block=32 * schedule.warps,
-        smem=-(-schedule.memory(dtype, key_size, tensor_core) // 16) * 16,
+        smem=-(-schedule.memory(dtype, key_size, tensor_core, by_channel) // 16) * 16,
         oldest=SM_80,
     )
 
@@ -152,7 +162,7 @@ def _run(
 ) -> None:
     """Results, or with `records` what gradients need of every chunk."""
     device = x.q.get_device()
-    _refuse(x, device)
+    matmul.check_contract(x.contract, device)
     tensor_core = contract_from_key(x.contract).step == "mma"
     q, k, v = map(_dense, (x.q, x.k, x.v))
     tokens, heads, size = v.shape
@@ -166,36 +176,30 @@ def _run(
     padded = _padded(key_size)
     if schedule is None:
         few = tokens <= _FEW * sequences
-        schedule = choose(x.q.dtype, padded, size, sequences * heads, few, tensor_core, device)
+        schedule = choose(x.q.dtype, padded, size, sequences * heads, few, tensor_core, x.by_channel, device)
     kernel = _kernel(
         *(device, schedule, x.q.dtype, padded),
         tensor_core=tensor_core,
         hardware_exp2=_hardware_exp2(tensor_core, device),
         delta=x.beta is not None,
         vector=not low & 15,
+        by_channel=x.by_channel,
         keep=records is not None,
     )
     initial = None if x.initial is None else x.initial.contiguous()
-    own = layout("delta", heads, key_size, size, x.q.dtype, False)
+    own = layout("delta", heads, key_size, size, x.q.dtype, x.by_channel)
     strides = [n for t in (q, k, v) for n in t.stride()[:2]]
-    strides += [n for t in (x.g, x.beta) for n in ((0, 0) if t is None else t.stride())]
+    g = x.g if x.g is None or not x.by_channel else _dense(x.g)
+    strides += [n for t in (g, x.beta) for n in ((0, 0) if t is None else t.stride()[:2])]
     kernel.launch(
         (-(-size // schedule.tile), heads, sequences),
-        *map(address, (q, k, v, x.g, x.beta, initial, state, closed, out, x.spans, records)),
+        *map(address, (q, k, v, g, x.beta, initial, state, closed, out, x.spans, records)),
         *strides,
         own.words if state is None else state.stride(0),
         *(own.offset(name) for name in ("matrix", "keys", "updates", "decays", "marks")),
         *(key_size, size, heads, heads // key_heads, tokens),
         x.scale,
     )
-
-
-def _refuse(x: Delta, device: int) -> None:
-    if x.by_channel:
-        raise UnavailableError(
-            "samebits' CUDA kernels for delta rules do not take a decay for each channel — use CPU tensors"
-        )
-    matmul.check_contract(x.contract, device)
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -277,6 +281,7 @@ def gradients_spec(
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("TENSOR_CORE", int(tensor_core)), ("KEY_SIZE", key_size)),
         *(("WARPS", _WARPS), ("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta))),
+        ("BY_CHANNEL", 0),
     )
     if which == "matrices":
         constants += (("TILE", schedule.tile),)
@@ -310,7 +315,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """See :mod:`samebits.backends.delta`."""
     device, dtype = x.q.get_device(), x.q.dtype
-    _refuse(x, device)
+    matmul.check_contract(x.contract, device)
+    if x.by_channel:
+        raise UnavailableError(
+            "samebits' CUDA kernels have no gradients of a decay for each channel — use CPU tensors"
+        )
     tensor_core = contract_from_key(x.contract).step == "mma"
     q, grad = map(_dense, (x.q, grad))
     (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
@@ -339,7 +348,7 @@ def backward(
             places * heads * _record_bytes(dtype, key_size, size), dtype=torch.uint8, device=q.device
         )
         _run(x, None if state is None else state.clone(), None, None, records, None)
-        own = layout("delta", heads, key_size, size, dtype, False)
+        own = layout("delta", heads, key_size, size, dtype, x.by_channel)
         closed = None if grad_closed is None else grad_closed.to(torch.float32).contiguous()
         sums = (new(q.shape), new(q.shape)) if group > 1 else (None, None)
         tensors = (q, grad, x.beta, state, closed, records, dv, dq, dk, *sums, dg, dbeta, dinitial, x.spans)

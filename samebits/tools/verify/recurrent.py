@@ -179,6 +179,8 @@ def delta_rules(times: int) -> Iterator[tuple[str, str, Any, Any]]:
             kind = next(kinds)
             draw, run = partial(_ruled, kind, shape, dtype), partial(_of_rule, operation)
             yield operation.__name__, f"{shape}, {dtype}, {kind}", draw, _delta_scheduled(run)
+            run = partial(_gradients_of_rule, operation)
+            yield "gradients", f"{operation.__name__} {shape}, {dtype}, {kind}", draw, _delta_scheduled(run)
 
 
 def _ruled(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Results:
@@ -213,29 +215,64 @@ def _of_rule(
     return *found, going_on.matrix, packed, state_of_packed.matrix
 
 
+def _gradients_of_rule(
+    operation: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor
+) -> Results:
+    """From matrices, and from where a state goes on, padded."""
+    tokens = q.shape[1]
+    options: dict[str, Any] = {"output_final_state": True}
+    if operation is gated_delta_rule:
+        options["use_qk_l2norm_in_kernel"] = True
+    start = torch.arange(len(q), device=q.device).clamp(max=tokens)
+    with torch.enable_grad():
+        given = {"q": q, "k": k if operation is gated_delta_rule else k / 8, "v": v, "g": g}
+        if operation is gated_delta_rule:
+            given["beta"] = beta
+        leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+        first = initial.detach().requires_grad_()
+        y, state = operation(**leaves, initial_state=first, key_start=start, **options)
+        found = torch.autograd.grad([y, state.matrix], [*leaves.values(), first], [v, initial])
+        y, state = operation(**leaves, initial_state=state, **options)
+        return *found, *torch.autograd.grad([y, state.matrix], [*leaves.values()], [v, initial])
+
+
 def delta_schedules() -> int:
-    """How many there are."""
+    """How many there are, of the forward or of gradients."""
     from samebits.backends.cuda import delta
 
-    return len([*delta.catalogue()])
+    return max(len([*delta.catalogue()]), len([*delta.catalogue_of_gradients()]))
 
 
 def _delta_scheduled(run: Callable[..., Results]) -> Callable[..., Results]:
-    """`run` under the schedule of this place, where it fits into a GPU's shared memory."""
+    """`run` under the schedules of this place, where they fit into a GPU's shared memory."""
 
     def call(*operands: Tensor, sharing: int | None = None) -> Results:
         if sharing is None:
             return run(*operands)
         from samebits.backends.cuda import delta, devices
 
-        wanted, choose = [*delta.catalogue()][sharing], delta.choose
+        (forward, choose), (gradients, choose_of_gradients) = (
+            ([*listed()][sharing % len([*listed()])], choice)
+            for listed, choice in (
+                (delta.catalogue, delta.choose),
+                (delta.catalogue_of_gradients, delta.choose_of_gradients),
+            )
+        )
 
         def chosen(dtype: torch.dtype, key_size: int, *rest: Any) -> delta.Schedule:
-            *_, tensor_core, device = rest
-            fits = wanted.memory(dtype, key_size, tensor_core) <= devices.device_info(device).max_smem
-            return wanted if fits else choose(dtype, key_size, *rest)
+            *_, tensor_core, by_channel, device = rest
+            needs = forward.memory(dtype, key_size, tensor_core, by_channel)
+            fits = needs <= devices.device_info(device).max_smem
+            return forward if fits else choose(dtype, key_size, *rest)
 
-        with mock.patch.object(delta, "choose", chosen):
+        def chosen_of_gradients(dtype: torch.dtype, key_size: int, size: int, *rest: Any) -> delta.Gradients:
+            fits = max(gradients.memory(dtype, key_size, size)) <= devices.device_info(rest[-1]).max_smem
+            return gradients if fits else choose_of_gradients(dtype, key_size, size, *rest)
+
+        with (
+            mock.patch.object(delta, "choose", chosen),
+            mock.patch.object(delta, "choose_of_gradients", chosen_of_gradients),
+        ):
             return run(*operands)
 
     return call

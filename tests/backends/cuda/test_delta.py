@@ -32,6 +32,9 @@ FORMS = [
     (torch.float32, False, True, True, 1, 2, 128, 64),
     (torch.float32, False, False, False, 1, 1, 24, 24),
     (torch.bfloat16, False, True, True, 1, 1, 16, 16),
+    (torch.bfloat16, True, True, "channels", 1, 2, 128, 64),
+    (torch.float16, True, True, "channels", 1, 1, 20, 17),
+    (torch.float32, False, True, "channels", 1, 1, 64, 40),
 ]
 
 
@@ -39,6 +42,18 @@ FORMS = [
 def test_compiles_without_spills(schedule: kernels.Schedule) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "vector": True}
     found = compiler.compile(kernels.kernel_spec(schedule, torch.bfloat16, 128, **options), "sm_90a")
+    assert found.spill_bytes == 0
+    assert found.local_bytes == 0
+
+
+@pytest.mark.parametrize("schedule", kernels.catalogue_of_gradients(), ids=str)
+@pytest.mark.parametrize("which", ["matrices", "rows"])
+def test_gradients_compile_without_spills(schedule: kernels.Gradients, which: str) -> None:
+    if which == ("matrices" if not schedule.staged else "rows") and schedule.tile != 16:
+        pytest.skip("the same kernel as for tiles of 16, or of another schedule")
+    options = {"tensor_core": True, "hardware_exp2": True, "delta": True}
+    given = (which, schedule, torch.bfloat16, 128, 128)
+    found = compiler.compile(kernels.gradients_spec(*given, **options), "sm_90a")
     assert found.spill_bytes == 0
     assert found.local_bytes == 0
 
@@ -54,7 +69,8 @@ def operands(form: tuple[object, ...], device: str = "cpu") -> Delta:
 
     q, k = (torch.nn.functional.normalize(normal(tokens, key_heads, key_size), dim=-1) for _ in range(2))
     v = normal(tokens, heads, size)
-    g = -normal(tokens, heads).abs() * 0.2 if decays else None
+    channels = (key_size,) if decays == "channels" else ()
+    g = -normal(tokens, heads, *channels).abs() * 0.2 if decays else None
     beta = normal(tokens, heads).sigmoid() if rule else None
     initial = normal(len(LENGTHS), heads, key_size, size) * 0.3
     ends = list(itertools.accumulate(LENGTHS, initial=2))
@@ -75,7 +91,7 @@ def operands(form: tuple[object, ...], device: str = "cpu") -> Delta:
 def pieces(run: object, x: Delta) -> tuple[Tensor, Tensor, RecurrentState]:
     """Results by calls that go on, the last matrices, and the state."""
     heads, size = x.v.shape[1:]
-    own = delta.layout("delta", heads, x.q.shape[2], size, x.q.dtype, False)
+    own = delta.layout("delta", heads, x.q.shape[2], size, x.q.dtype, x.by_channel)
     device = x.q.device
     state = RecurrentState(own, sequences=len(x.spans), device=device)
     state.parts["matrix"].copy_(x.initial)
@@ -116,7 +132,7 @@ def gradients_of(x: Delta) -> Iterator[tuple[Delta, Tensor | None, Tensor, Tenso
 def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedule: kernels.Schedule) -> None:
     on_cpu, on_gpu = operands(form), operands(form, "cuda")
     padded = -(-on_gpu.q.shape[2] // 16) * 16
-    if schedule.memory(on_gpu.q.dtype, padded, bool(form[1])) > 227 << 10:
+    if schedule.memory(on_gpu.q.dtype, padded, bool(form[1]), on_gpu.by_channel) > 227 << 10:
         pytest.skip("takes more shared memory than there is")
 
     def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) -> None:
@@ -138,6 +154,65 @@ def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedu
     for n, count in enumerate(want.count.int().tolist()):
         for name in ("keys", "updates", "decays"):
             assert_same_bits(got.parts[name][n, :, :count].cpu(), want.parts[name][n, :, :count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", kernels.catalogue_of_gradients(), ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_gradients_have_the_references_bits(form: tuple[object, ...], schedule: kernels.Gradients) -> None:
+    """From matrices, and from where a state goes on."""
+    memory = schedule.memory(form[0], -(-form[6] // 16) * 16, form[7])  # type: ignore[arg-type, operator]
+    if max(memory) > 227 << 10:
+        pytest.skip("takes more shared memory than there is")
+    on_cpu = operands(form)
+    contract = TENSOR_CORE.key if form[1] else FMA.key
+    for x, *given in gradients_of(on_cpu):
+        want = reference.backward(x, *given)
+        moved = {
+            name: t.cuda() if isinstance(t := getattr(x, name), Tensor) else t
+            for name in ("q", "k", "v", "g", "beta", "initial", "spans", "scale")
+        }
+        state, *grads = (None if t is None else t.cuda() for t in given)
+        before = None if state is None else state.clone()
+        for a, b in zip(
+            kernels.backward(Delta(**moved, contract=contract), state, *grads, schedule), want, strict=True
+        ):
+            if a is None or b is None:
+                assert a is b
+            else:
+                assert_same_bits(a.cpu(), b)
+        if state is not None:  # another backward may start from it
+            assert torch.equal(state, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "lightning_attention"])
+def test_the_public_functions_gradients(operation: str, dtype: torch.dtype) -> None:
+    r = torch.Generator().manual_seed(0)
+    B, T, H, D = 3, 150, 2, 64
+    given = [torch.randn(B, T, h, D, generator=r).to(dtype) / 4 for h in (H, H, 2 * H)]
+    given.append(-torch.rand(B, T, 2 * H, generator=r))
+    if operation == "gated_delta_rule":
+        given.append(torch.rand(B, T, 2 * H, generator=r))
+    grad = torch.randn(B, T, 2 * H, D, generator=r).to(dtype)
+    of_final = torch.randn(B, 2 * H, D, D, generator=r)
+
+    def run(device: str) -> list[Tensor]:
+        leaves = [t.to(device).requires_grad_() for t in given]
+        out, state = getattr(samebits, operation)(
+            *leaves[:3],
+            **dict(zip(("g", "beta"), leaves[3:], strict=False)),
+            output_final_state=True,
+            key_start=torch.tensor([0, 3, 80], device=device),
+        )
+        return [
+            t.cpu()
+            for t in torch.autograd.grad([out, state.matrix], leaves, [grad.to(device), of_final.to(device)])
+        ]
+
+    for got, want in zip(run("cuda"), run("cpu"), strict=True):
+        assert_same_bits(got, want)
 
 
 @pytest.mark.gpu

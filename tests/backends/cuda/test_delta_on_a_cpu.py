@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ FORMS = [
     (torch.bfloat16, True, True, True, 1, 2, 32, 24),
     (torch.float16, True, False, True, 1, 1, 20, 17),
     (torch.float32, False, True, True, 1, 1, 16, 16),
+    (torch.bfloat16, True, True, "channels", 1, 1, 32, 24),
+    (torch.float32, False, True, "channels", 1, 1, 12, 16),
 ]
 SCHEDULES = [kernels.Schedule(16, 16, 4, 1), kernels.Schedule(32, 64, 8, 2)]
 
@@ -50,6 +54,18 @@ def test_forward(form: tuple[object, ...], schedule: kernels.Schedule) -> None:
         results.append((out, closed, by_pieces, last, state.parts["matrix"]))
     for want, got in zip(*results, strict=True):
         assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("decays", [True, "channels"])
+def test_forward_where_all_decays(decays: object) -> None:
+    """Rows that are not there come behind decays to nothing."""
+    x = operands((torch.bfloat16, True, True, decays, 1, 1, 16, 16))
+    assert x.g is not None
+    x = dataclasses.replace(x, g=x.g * 100)
+    got, want = (torch.full(x.v.shape, torch.nan, dtype=x.v.dtype) for _ in range(2))
+    reference.forward(x, None, want, None)
+    kernels.forward(x, None, got, None, kernels.Schedule(16, 64, 8, 1))
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("schedule", [kernels.Gradients(16, True), kernels.Gradients(32, False)], ids=str)

@@ -1,4 +1,4 @@
-// Delta rules and linear attention with a decay for each head: docs/contract.md, "Recurrent layers".
+// Delta rules and linear attention: docs/contract.md, "Recurrent layers".
 //
 // A block takes TILE columns of one head's values in one sequence, and goes through the sequence's chunks in order.
 // It holds the matrix of these columns, transposed, in shared memory. Rows are taken ROWS at a time, a window: a
@@ -26,6 +26,7 @@
 //   HARDWARE_EXP2  1: the instruction; 0: the polynomial
 //   DELTA          1: with the delta rule; 0: updates are values
 //   VECTOR         1: rows of q, k and v can be copied by 16 bytes
+//   BY_CHANNEL     1: a decay for each channel of a key, with the delta rule
 //   KEEP           1: chunks are kept for gradients, in place of results
 
 #include "delta.cuh"
@@ -45,17 +46,17 @@ struct Params {
 };
 
 // Rows in shared memory, padded so that fragments are read without conflicts of banks.
-constexpr int KEYS = KEY_SIZE + PAD, VALUES = TILE + PAD, COLUMNS = CHUNK + PAD;  // in elements
-constexpr int MATRIX = KEY_SIZE + 8, WEIGHTS = CHUNK + 8, RESIDUALS = TILE + 8;   // in floats
+constexpr int VALUES = TILE + PAD, COLUMNS = CHUNK + PAD;                        // in elements
+constexpr int MATRIX = KEY_SIZE + 8, WEIGHTS = CHUNK + 8, RESIDUALS = TILE + 8;  // in floats
 
 struct Memory {
     Stored keys[STAGES][CHUNK * KEYS], queries[STAGES][ROWS * KEYS], values[STAGES][ROWS * VALUES];
     Stored updates[TILE * COLUMNS], scaled[TILE * COLUMNS], scores[ROWS * COLUMNS];
     float matrix[TILE * MATRIX], weights[ROWS * WEIGHTS], residuals[ROWS * RESIDUALS];
-#if !TENSOR_CORE
+#if BY_CHANNEL || !TENSOR_CORE
     float results[ROWS * RESIDUALS];
 #endif
-    float decays[CHUNK], gammas[STAGES][ROWS], betas[STAGES][ROWS];
+    float decays[CHUNK * DECAYS], gammas[STAGES][ROWS * (BY_CHANNEL ? KEY_SIZE : 1)], betas[STAGES][ROWS];
     int is_last;
 };
 
@@ -97,17 +98,33 @@ struct Block {
                                 columns);
         for (int i = threadIdx.x; i < count; i += THREADS) {
             const bool exists = i < given;
-            m.gammas[stage][local + i] =
-                exists && g ? __fmul_rn(g[(at + i) * p.g_token], contract::LOG2E) : 0.0f;
+            if constexpr (!BY_CHANNEL)
+                m.gammas[stage][local + i] =
+                    exists && g ? __fmul_rn(g[(at + i) * p.g_token], contract::LOG2E) : 0.0f;
             m.betas[stage][local + i] = exists && beta ? beta[(at + i) * p.beta_token] : 0.0f;
+        }
+        for (int x = threadIdx.x; BY_CHANNEL && x < count * KEY_SIZE; x += THREADS) {
+            const int i = x / KEY_SIZE, d = x % KEY_SIZE;
+            m.gammas[stage][local * KEY_SIZE + x] =
+                i < given && d < p.key_size ? __fmul_rn(g[(at + i) * p.g_token + d], contract::LOG2E) : 0.0f;
         }
         cp_async_commit();
     }
 
     // Sums of the decays of rows `first` to `count` - 1 of a window, in order, by one warp.
     __device__ __forceinline__ void sum_decays(int stage, int first, int count) const {
-        if (threadIdx.x >= 32) return;
         const int lane = threadIdx.x, base = first / ROWS * ROWS;
+#if BY_CHANNEL
+        for (int d = threadIdx.x; d < KEY_SIZE; d += THREADS) {
+            float sum = first ? m.decays[(first - 1) * DECAYS + d] : 0.0f;
+            for (int i = first; i < base + ROWS; ++i) {
+                if (i < count) sum = __fadd_rn(sum, m.gammas[stage][(i - base) * KEY_SIZE + d]);
+                m.decays[i * DECAYS + d] = sum;
+            }
+        }
+        return;
+#endif
+        if (threadIdx.x >= 32) return;
         float mine[(ROWS + 31) / 32], sum = first ? m.decays[first - 1] : 0.0f;
 #pragma unroll
         for (int x = 0; x < (ROWS + 31) / 32; ++x) {
@@ -123,7 +140,8 @@ struct Block {
 #pragma unroll
         for (int x = 0; x < (ROWS + 31) / 32; ++x) {
             const int i = base + x * 32 + lane;
-            if (i >= first && i < count) m.decays[i] = mine[x];
+            if (i >= first && i < base + ROWS)
+                m.decays[i] = mine[x];  // those of rows that are not there stay finite
         }
     }
 
@@ -147,11 +165,48 @@ struct Block {
         }
     }
 
+#if BY_CHANNEL
+    // Scores of a window's rows, and what these read of the matrix.
+    __device__ __forceinline__ void read_by_channel(int stage, int first, int count) const {
+        const int base = first / ROWS * ROWS;
+        const Stored *keys = m.keys[stage], *queries = m.queries[stage] - base * KEYS;
+        for (int x = threadIdx.x; x < ROWS * CHUNK; x += THREADS) {
+            m.scores[x / CHUNK * COLUMNS + x % CHUNK] = E::narrow(0.0f);
+            m.weights[x / CHUNK * WEIGHTS + x % CHUNK] = 0.0f;
+        }
+        __syncthreads();
+        scores_by_channel<ROWS>(queries, keys, m.decays, base, first / 16 * 16, count, p.key_size,
+                                [&](int i, int j, const float* of_query, const float* of_key) {
+                                    const int local = i - base;
+                                    if (of_query) m.scores[local * COLUMNS + j] = E::narrow(*of_query);
+                                    if (of_key && j < i) m.weights[local * WEIGHTS + j] = *of_key;
+                                });
+        const Floats matrix{m.matrix, MATRIX};
+        for_tiles<ROWS, TILE>([&](TileOf<TILE>& t) {
+            const int local = t.row;
+            t.row += base;
+            t.each([](int, int, float& c) { c = 0.0f; });
+            t.add(0, p.key_size, Decayed{queries, m.decays, nullptr, count, false, 1.0f}, matrix);
+            t.each([&](int i, int e, float& c) { m.results[(i - base) * RESIDUALS + e] = c; });
+            t.each([](int, int, float& c) { c = 0.0f; });
+            t.add(0, p.key_size, Decayed{keys, m.decays, nullptr, count, false, 1.0f}, matrix);
+            t.each([&](int i, int e, float& c) {
+                const float value = E::widen(m.values[stage][(i - base) * VALUES + e]);
+                m.residuals[(i - base) * RESIDUALS + e] = __fsub_rn(value, c);
+            });
+            t.row = local;
+        });
+    }
+#endif
+
     // Rows `first` to `count` - 1 of the chunk, of one window; the first is token `token`.
     __device__ __forceinline__ void window(int stage, int token, int first, int count) const {
         const int base = first / ROWS * ROWS;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#if TENSOR_CORE
+#if BY_CHANNEL
+        read_by_channel(stage, first, count);
+        [[maybe_unused]] const int in_row = lane / 4, in_pair = lane % 4 * 2;
+#elif TENSOR_CORE
         constexpr int TILES = ROWS / 16, PARTS = WARPS / TILES;  // tiles of rows; parts of the columns
         constexpr int KEY_TILES = (CHUNK / 8 + PARTS - 1) / PARTS,
                       VALUE_TILES = (TILE / 8 + PARTS - 1) / PARTS;
@@ -310,7 +365,19 @@ struct Block {
         }
         if constexpr (KEEP) return;
 
-#if TENSOR_CORE
+#if BY_CHANNEL
+        for_tiles<ROWS, TILE>([&](TileOf<TILE>& t) {
+            const int row0 = base + t.row / 16 * 16;
+            if (row0 + 16 <= first || row0 >= count) return;
+            t.each([&](int local, int e, float& c) { c = m.results[local * RESIDUALS + e]; });
+            t.add(0, TENSOR_CORE ? row0 + 16 : base + t.row + 1, Rows{m.scores, COLUMNS},
+                  Rows{m.updates, COLUMNS});
+            t.each([&](int local, int e, float& c) {
+                const int i = base + local;
+                if (i >= first && i < count) store_result(token + i - first, e, c);
+            });
+        });
+#elif TENSOR_CORE
         if (active) {
             const u32 score_rows =
                 shared_address(m.scores + (tile * 16 + lane % 16) * COLUMNS + lane / 16 * 8);
@@ -367,11 +434,29 @@ struct Block {
             const int i = from + x / p.key_size, d = x % p.key_size;
             record.keys[i * p.key_size + d] = m.keys[stage][i * KEYS + d];
         }
-        for (int i = from + threadIdx.x; i < count; i += THREADS) record.decays[i] = m.decays[i];
+        const int channels = BY_CHANNEL ? p.key_size : 1;
+        for (int x = from * channels + threadIdx.x; x < count * channels; x += THREADS)
+            record.decays[x] = m.decays[x / channels * DECAYS + x % channels];
     }
 
     // The matrix at the end of a chunk with `count` rows.
     __device__ __forceinline__ void close(int stage, int count) const {
+#if BY_CHANNEL
+        const float* last = m.decays + (count - 1) * DECAYS;
+        for (int x = threadIdx.x; x < TILE * CHUNK; x += THREADS)
+            if (x % CHUNK >= count) m.updates[x / CHUNK * COLUMNS + x % CHUNK] = E::narrow(0.0f);
+        __syncthreads();
+        for_tiles<KEY_SIZE, TILE>([&](TileOf<TILE>& t) {
+            t.each(
+                [&](int d, int e, float& c) { c = __fmul_rn(m.matrix[e * MATRIX + d], exp2_of(last[d])); });
+            t.add(0, count, Turned<Decayed>{{m.keys[stage], m.decays, last, count, true, 1.0f}},
+                  Rows{m.updates, COLUMNS});
+            t.each([&](int d, int e, float& c) { m.matrix[e * MATRIX + d] = c; });
+        });
+        __syncthreads();
+        for (int x = threadIdx.x + count * KEYS; x < CHUNK * KEYS; x += THREADS)
+            m.keys[stage][x] = E::narrow(0.0f);  // of an earlier chunk
+#else
         const float last = m.decays[count - 1], kept = exp2_of(last);
         for (int x = threadIdx.x; x < TILE * CHUNK; x += THREADS) {
             const int e = x / CHUNK, j = x % CHUNK;
@@ -414,6 +499,7 @@ struct Block {
                                 acc);
             m.matrix[e * MATRIX + d] = acc;
         }
+#endif
 #endif
         __syncthreads();
     }
@@ -463,18 +549,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
     const int begin = min(max(p.spans[2 * sequence], 0), p.tokens);
     const int end = min(max(p.spans[2 * sequence + 1], begin), p.tokens);
     float* state = p.state ? p.state + sequence * p.words : nullptr;
-    const i64 own = i64(head) * p.key_size * p.size;  // of a matrix
+    const i64 own = i64(head) * p.key_size * p.size;   // of a matrix
+    const int channels = BY_CHANNEL ? p.key_size : 1;  // of a row's decays
 
     // What the sequence goes on with. Rows that are not there are zeros.
     int before = 0;
     for (int x = threadIdx.x; x < TILE * COLUMNS; x += THREADS) m.updates[x] = E::narrow(0.0f);
-    for (int x = threadIdx.x; x < CHUNK; x += THREADS) m.decays[x] = 0.0f;
+    for (int x = threadIdx.x; x < CHUNK * DECAYS; x += THREADS) m.decays[x] = 0.0f;
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) {
         for (int x = threadIdx.x; x < CHUNK * KEYS; x += THREADS) m.keys[s][x] = E::narrow(0.0f);
         for (int x = threadIdx.x; x < ROWS * KEYS; x += THREADS) m.queries[s][x] = E::narrow(0.0f);
         for (int x = threadIdx.x; x < ROWS * VALUES; x += THREADS) m.values[s][x] = E::narrow(0.0f);
-        for (int x = threadIdx.x; x < ROWS; x += THREADS) m.gammas[s][x] = m.betas[s][x] = 0.0f;
+        for (int x = threadIdx.x; x < int(sizeof(m.gammas[s]) / 4); x += THREADS) m.gammas[s][x] = 0.0f;
+        for (int x = threadIdx.x; x < ROWS; x += THREADS) m.betas[s][x] = 0.0f;
     }
     __syncthreads();
     if (state) {
@@ -483,14 +571,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
         const Stored* keys = reinterpret_cast<const Stored*>(state + p.keys) + i64(head) * CHUNK * p.key_size;
         const Stored* updates =
             reinterpret_cast<const Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
-        const float* decays = state + p.decays + head * CHUNK;
+        const float* decays = state + p.decays + i64(head) * CHUNK * channels;
         for (int x = threadIdx.x; x < before * p.key_size; x += THREADS)
             m.keys[0][x / p.key_size * KEYS + x % p.key_size] = keys[x];
         for (int x = threadIdx.x; x < before * TILE; x += THREADS) {
             const int j = x / TILE, e = x % TILE;
             if (e < columns) m.updates[e * COLUMNS + j] = updates[j * p.size + first_column + e];
         }
-        for (int x = threadIdx.x; x < before; x += THREADS) m.decays[x] = decays[x];
+        for (int x = threadIdx.x; x < before * channels; x += THREADS)
+            m.decays[x / channels * DECAYS + x % channels] = decays[x];
         __syncthreads();
         if (threadIdx.x == 0) {
             int* marks = reinterpret_cast<int*>(state + p.marks);
@@ -547,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
         if (replaced) block.write_matrix(state + p.matrix + own, false);
         Stored* keys = reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * p.key_size;
         Stored* updates = reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
-        float* decays = state + p.decays + head * CHUNK;
+        float* decays = state + p.decays + i64(head) * CHUNK * channels;
         for (int x = threadIdx.x; x < (count - written) * TILE; x += THREADS) {
             const int j = written + x / TILE, e = x % TILE;
             if (e < columns) updates[j * p.size + first_column + e] = m.updates[e * COLUMNS + j];
@@ -557,7 +646,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
                 const int j = written + x / p.key_size, d = x % p.key_size;
                 keys[j * p.key_size + d] = m.keys[stage][j * KEYS + d];
             }
-            for (int j = written + threadIdx.x; j < count; j += THREADS) decays[j] = m.decays[j];
+            for (int x = written * channels + threadIdx.x; x < count * channels; x += THREADS)
+                decays[x] = m.decays[x / channels * DECAYS + x % channels];
         }
     }
     if (p.closed) {

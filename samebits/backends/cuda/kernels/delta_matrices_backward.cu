@@ -10,7 +10,7 @@
 #include "delta_backward.cuh"
 
 // Rows in shared memory, padded so that fragments are read without conflicts of banks.
-constexpr int KEYS = KEY_SIZE + PAD, COLUMNS = CHUNK + PAD;                    // in elements
+constexpr int COLUMNS = CHUNK + PAD;                                           // in elements
 constexpr int MATRIX = KEY_SIZE + 8, WEIGHTS = CHUNK + 8, UPDATES = TILE + 8;  // in floats
 
 struct Memory {

@@ -10,8 +10,8 @@
 
 #include "delta_backward.cuh"
 
-constexpr int KEYS = KEY_SIZE + PAD, VALUES = VALUE_SIZE + PAD, COLUMNS = CHUNK + PAD;  // in elements
-constexpr int LINE = KEY_SIZE + 1;                                                      // in floats
+constexpr int VALUES = VALUE_SIZE + PAD, COLUMNS = CHUNK + PAD;  // in elements
+constexpr int LINE = KEY_SIZE + 1;                               // in floats
 
 struct Memory {
 #if STAGED
@@ -40,13 +40,6 @@ struct Given {
         else
             return E::widen(raw(row, k));
     }
-};
-
-template <class T>
-struct Turned {
-    static constexpr bool PAIRS = false;
-    T of;
-    __device__ __forceinline__ float operator()(int row, int k) const { return of(k, row); }
 };
 
 template <int LINES, int WIDTH, int STEP, class T>

@@ -9,6 +9,8 @@ constexpr int CHUNK = 64, THREADS = WARPS * 32;
 using E = Element<TYPE>;
 using Stored = E::Stored;
 constexpr int SIZE = sizeof(Stored), PAD = 16 / SIZE;
+// Of a row in shared memory: elements of its key or query, and floats of its decays.
+constexpr int KEYS = KEY_SIZE + PAD, DECAYS = BY_CHANNEL ? KEY_SIZE + 1 : 1;
 
 __device__ __forceinline__ float exp2_of(float x) {
 #if HARDWARE_EXP2
@@ -22,16 +24,17 @@ __device__ __forceinline__ float exp2_of(float x) {
 
 // What passes over a sequence's chunks leave of one of them, for one head. All arrays are dense.
 struct Record {
-    float *decays, *z, *of_updates;  // [CHUNK], [CHUNK, size], and the gradient of updates
+    float *decays, *z, *of_updates;  // [CHUNK], or for each channel; [CHUNK, size]; the gradient of updates
     Stored *keys, *updates, *of_z;   // [CHUNK, key size], [CHUNK, size], and the gradient of z
     float *matrix, *of_matrix;       // [key size, size] at the chunk's start, and the gradient at its end
 
     __device__ __forceinline__ Record(unsigned char* records, i64 index, int key_size, int size) {
         const i64 values = i64(CHUNK) * size, entries = i64(key_size) * size;
-        const i64 floats = CHUNK + 2 * values, stored = CHUNK * key_size + 2 * values;
+        const i64 floats = CHUNK * (BY_CHANNEL ? key_size : 1) + 2 * values,
+                  stored = CHUNK * key_size + 2 * values;
         const i64 bytes = (4 * (floats + 2 * entries) + SIZE * stored + 15) / 16 * 16;
         decays = reinterpret_cast<float*>(records + index * bytes);
-        z = decays + CHUNK, of_updates = z + values;
+        z = decays + CHUNK * (BY_CHANNEL ? key_size : 1), of_updates = z + values;
         keys = reinterpret_cast<Stored*>(of_updates + values);
         updates = keys + CHUNK * key_size, of_z = updates + values;
         matrix = reinterpret_cast<float*>(of_z + values), of_matrix = matrix + entries;
@@ -163,3 +166,70 @@ struct Floats {
     int line;
     __device__ __forceinline__ float operator()(int row, int k) const { return from[row * line + k]; }
 };
+
+template <class T>
+struct Turned {
+    static constexpr bool PAIRS = false;
+    T of;
+    __device__ __forceinline__ float operator()(int row, int k) const { return of(k, row); }
+};
+
+#if BY_CHANNEL
+// Keys or queries times decays of each channel: from a row of decays, or else to one; zeros from `count` on.
+struct Decayed {
+    static constexpr bool PAIRS = false;
+    const Stored* from;
+    const float *decays, *reference;  // none: from the chunk's start
+    int count;
+    bool until;
+    float by;
+
+    __device__ __forceinline__ float factor(int row, int k) const {
+        const float mine = decays[row * DECAYS + k], other = reference ? reference[k] : 0.0f;
+        return __fmul_rn(exp2_of(until ? __fsub_rn(other, mine) : __fsub_rn(mine, other)), by);
+    }
+    __device__ __forceinline__ float operator()(int row, int k) const {
+        return row < count ? __fmul_rn(E::widen(from[row * KEYS + k]), factor(row, k)) : 0.0f;
+    }
+};
+
+// Calls `store` with i, j and the scores of x[i] and of key i, by key j: for rows `first` to `count` - 1 of a window that
+// begins at `base`, and keys up to the row's own. Row 0 of x is that of the chunk.
+template <int HEIGHT, class F>
+__device__ __forceinline__ void scores_by_channel(const Stored* x, const Stored* keys, const float* decays,
+                                                  int base, int first, int count, int key_size,
+                                                  const F& store) {
+    for_tiles<HEIGHT, CHUNK>([&](TileOf<CHUNK>& t) {
+        const int block = (base + t.row) / 16 * 16;  // rows of a tile are of one
+        if (t.column >= block || block >= count || block + 16 <= first) return;
+        const float* reference = decays + (block - 1) * DECAYS;
+        const Decayed of_keys{keys, decays, reference, block, true, 1.0f};
+        const int row = t.row;
+        t.row += base;
+        t.each([](int, int, float& c) { c = 0.0f; });
+        t.add(0, key_size, Decayed{x, decays, reference, count, false, 1.0f}, of_keys);
+        TileOf<CHUNK> of_rows = t;
+        of_rows.each([](int, int, float& c) { c = 0.0f; });
+        of_rows.add(0, key_size, Decayed{keys, decays, reference, count, false, 1.0f}, of_keys);
+        t.row = of_rows.row = row;
+        t.each([&](int i, int j, float& c) {
+            if (j < block && base + i >= first && base + i < count) store(base + i, j, &c, nullptr);
+        });
+        of_rows.each([&](int i, int j, float& c) {
+            if (j < block && base + i >= first && base + i < count) store(base + i, j, nullptr, &c);
+        });
+    });
+    for (int pair = threadIdx.x; pair < HEIGHT * 16; pair += THREADS) {
+        const int i = base + pair / 16, j = i / 16 * 16 + pair % 16;
+        if (i < first || i >= count || j > i) continue;
+        float of_x = 0.0f, of_key = 0.0f;
+        for (int d = 0; d < key_size; ++d) {
+            const float key = E::widen(keys[j * KEYS + d]);
+            const float decay = exp2_of(__fsub_rn(decays[i * DECAYS + d], decays[j * DECAYS + d]));
+            of_x = __fmaf_rn(__fmul_rn(E::widen(x[i * KEYS + d]), key), decay, of_x);
+            of_key = __fmaf_rn(__fmul_rn(E::widen(keys[i * KEYS + d]), key), decay, of_key);
+        }
+        store(i, j, &of_x, &of_key);
+    }
+}
+#endif
