@@ -164,16 +164,15 @@ def _sequences(mask: Tensor) -> _Sequences:
 
 
 def _gated_delta_rule(own: Run, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    return _delta(gated_delta_rule, own, *args, **kwargs)
+    return _delta(gated_delta_rule, *args, **kwargs)
 
 
 def _kda(own: Run, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    return _delta(kda, own, *args, **kwargs)
+    return _delta(kda, *args, **kwargs)
 
 
 def _delta(
     operation: Run,
-    own: Run,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -186,10 +185,6 @@ def _delta(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """``torch_chunk_gated_delta_rule`` and the like, of a prefill and of decoding."""
-    if not _computes(operation, query):
-        given = {"initial_state": initial_state, "output_final_state": output_final_state}
-        given |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        return own(query, key, value, g=g, beta=beta, **given, **kwargs)  # type: ignore[no-any-return]
     offsets = next((kwargs[n] for n in ("cu_seqlens", "cu_seq_lens_q") if kwargs.get(n) is not None), None)
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     operands = (query, key, value, g, beta)
@@ -234,11 +229,6 @@ def _run(
     return out.reshape(shape), None if after is None else after.data
 
 
-def _computes(operation: Run, operand: Tensor) -> bool:
-    """Whether there are kernels: on GPUs not for decays of each channel."""
-    return operation is not kda or not operand.is_cuda
-
-
 def _lightning(
     own: Run,
     layer: Any,
@@ -249,10 +239,6 @@ def _lightning(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """``MiniMaxLightningAttention.forward``."""
-    if not _computes(lightning_attention, hidden_states):
-        return own(  # type: ignore[no-any-return]
-            layer, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
-        )
     states = layer.act_fn(layer.qkv_proj(hidden_states))
     _here.sequences = _Sequences() if attention_mask is None else _sequences(attention_mask)
     states = states.unflatten(2, (layer.num_attention_heads, 3 * layer.head_dim))

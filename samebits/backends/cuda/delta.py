@@ -231,17 +231,26 @@ class Gradients:
     tile: int
     staged: bool
 
-    def memory(self, dtype: torch.dtype, key_size: int, size: int) -> tuple[int, int]:
+    def memory(
+        self, dtype: torch.dtype, key_size: int, size: int, by_channel: bool = False
+    ) -> tuple[int, int]:
         """Bytes of shared memory of the two kernels: ``struct Memory`` of each."""
         bytes_, pad = dtype.itemsize, 16 // dtype.itemsize
         keys, values, columns = key_size + pad, _padded(size) + pad, CHUNK + pad
+        decays = CHUNK * (key_size + 1 if by_channel else 1)
         stored = 2 * CHUNK * keys + 3 * self.tile * columns + CHUNK * columns
-        floats = CHUNK * (CHUNK + 8) + self.tile * (key_size + 8) + CHUNK * (self.tile + 8) + 2 * CHUNK
-        matrices = stored * bytes_ + 4 * floats
-        stored = 2 * CHUNK * columns
+        floats = CHUNK * (CHUNK + 8) + self.tile * (key_size + 8) + CHUNK * (self.tile + 8)
+        matrices = stored * bytes_ + 4 * (floats + decays + CHUNK)
+        stored, floats = 0, 2 * CHUNK * (key_size + 1) + decays + 2 * CHUNK + key_size
+        if by_channel:
+            floats += 2 * CHUNK * (CHUNK + 8)
+        else:
+            stored += 2 * CHUNK * columns
+        if self.staged or by_channel:
+            stored += 2 * CHUNK * keys
         if self.staged:
-            stored += 2 * CHUNK * keys + 3 * CHUNK * values + key_size * values
-        rows = stored * bytes_ + 4 * (2 * CHUNK * (key_size + 1) + 3 * CHUNK + key_size)
+            stored += 3 * CHUNK * values + (0 if by_channel else key_size * values)
+        rows = stored * bytes_ + 4 * floats
         return matrices, rows
 
 
@@ -251,14 +260,16 @@ def catalogue_of_gradients() -> Iterator[Gradients]:
         yield from (Gradients(tile, staged) for staged in (True, False))
 
 
-def choose_of_gradients(dtype: torch.dtype, key_size: int, size: int, blocks: int, device: int) -> Gradients:
+def choose_of_gradients(
+    dtype: torch.dtype, key_size: int, size: int, blocks: int, by_channel: bool, device: int
+) -> Gradients:
     """The schedule for sequences times heads `blocks`."""
     info = devices.device_info(device)
     wide = blocks * -(-size // 64) >= info.sm_count and size > 32
-    staged = Gradients(16, True).memory(dtype, key_size, size)[1] <= info.max_smem
+    staged = Gradients(16, True).memory(dtype, key_size, size, by_channel)[1] <= info.max_smem
     for tile in (64, 32, 16) if wide else (32, 16):
         schedule = Gradients(tile, staged)
-        if max(schedule.memory(dtype, key_size, size)) <= info.max_smem:
+        if max(schedule.memory(dtype, key_size, size, by_channel)) <= info.max_smem:
             return schedule
     raise UnavailableError(
         f"samebits' CUDA kernels for gradients of delta rules do not take keys of {key_size} in {dtype} on"
@@ -276,18 +287,19 @@ def gradients_spec(
     tensor_core: bool,
     hardware_exp2: bool,
     delta: bool,
+    by_channel: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``delta_matrices_backward.cu`` or ``delta_rows_backward.cu``: `which` of them."""
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("TENSOR_CORE", int(tensor_core)), ("KEY_SIZE", key_size)),
         *(("WARPS", _WARPS), ("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta))),
-        ("BY_CHANNEL", 0),
+        ("BY_CHANNEL", int(by_channel)),
     )
     if which == "matrices":
         constants += (("TILE", schedule.tile),)
     else:
         constants += (("VALUE_SIZE", _padded(size)), ("STAGED", int(schedule.staged)))
-    smem = schedule.memory(dtype, key_size, size)[which == "rows"]
+    smem = schedule.memory(dtype, key_size, size, by_channel)[which == "rows"]
     name = f"delta_{which}_backward"
     return compiler.KernelSpec(
         *(f"{name}.cu", name, "15P7q6if", constants),
@@ -300,9 +312,10 @@ def gradients_spec(
 _gradients_kernel = runtime.loader(gradients_spec)
 
 
-def _record_bytes(dtype: torch.dtype, key_size: int, size: int) -> int:
+def _record_bytes(dtype: torch.dtype, key_size: int, size: int, by_channel: bool) -> int:
     """Of ``struct Record``."""
-    floats, stored = CHUNK + 2 * CHUNK * size + 2 * key_size * size, CHUNK * (key_size + 2 * size)
+    decays = key_size if by_channel else 1
+    floats, stored = CHUNK * (decays + 2 * size) + 2 * key_size * size, CHUNK * (key_size + 2 * size)
     return -(-(4 * floats + dtype.itemsize * stored) // 16) * 16
 
 
@@ -316,10 +329,6 @@ def backward(
     """See :mod:`samebits.backends.delta`."""
     device, dtype = x.q.get_device(), x.q.dtype
     matmul.check_contract(x.contract, device)
-    if x.by_channel:
-        raise UnavailableError(
-            "samebits' CUDA kernels have no gradients of a decay for each channel — use CPU tensors"
-        )
     tensor_core = contract_from_key(x.contract).step == "mma"
     q, grad = map(_dense, (x.q, grad))
     (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
@@ -329,23 +338,26 @@ def backward(
         return torch.zeros(shape, dtype=dtype, device=q.device)
 
     dq, dk, dv = new(q.shape, dtype), new(q.shape, dtype), new(x.v.shape, dtype)
-    dg, dbeta = (None if t is None else new((tokens, heads)) for t in (x.g, x.beta))
+    dg, dbeta = (None if t is None else new(t.shape) for t in (x.g, x.beta))
     dinitial = None if x.initial is None else new(x.initial.shape)
     if sequences and heads:
         if schedule is None:
-            schedule = choose_of_gradients(dtype, padded, size, sequences * heads, device)
+            schedule = choose_of_gradients(dtype, padded, size, sequences * heads, x.by_channel, device)
         matrices, rows = (
             _gradients_kernel(
                 *(device, which, schedule, dtype, padded, size),
                 tensor_core=tensor_core,
                 hardware_exp2=_hardware_exp2(tensor_core, device),
                 delta=x.beta is not None,
+                by_channel=x.by_channel,
             )
             for which in ("matrices", "rows")
         )
         places = tokens // CHUNK + 2 * sequences
         records = torch.empty(
-            places * heads * _record_bytes(dtype, key_size, size), dtype=torch.uint8, device=q.device
+            places * heads * _record_bytes(dtype, key_size, size, x.by_channel),
+            dtype=torch.uint8,
+            device=q.device,
         )
         _run(x, None if state is None else state.clone(), None, None, records, None)
         own = layout("delta", heads, key_size, size, dtype, x.by_channel)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
-from samebits.ops.delta_rule import gated_delta_rule, lightning_attention
+from samebits.ops.delta_rule import gated_delta_rule, kda, lightning_attention
 from samebits.ops.state_space import selective_scan, selective_state_update, ssd
 from samebits.testing import KINDS, values
 
@@ -173,21 +173,24 @@ def _gradients_of_channels(
 def delta_rules(times: int) -> Iterator[tuple[str, str, Any, Any]]:
     """The same."""
     kinds = itertools.cycle(("normal", "tiny", "sparse", "cancel"))
-    operations: tuple[Any, ...] = (gated_delta_rule, lightning_attention)
+    operations: tuple[Any, ...] = (gated_delta_rule, kda, lightning_attention)
     for dtype, shape, operation in itertools.product(DTYPES, _RULES, operations):
         for _ in range(times):
             kind = next(kinds)
-            draw, run = partial(_ruled, kind, shape, dtype), partial(_of_rule, operation)
+            if operation is kda and shape[4] > 128:  # gradients take more shared memory than there is
+                continue
+            draw, run = partial(_ruled, kind, shape, dtype, operation is kda), partial(_of_rule, operation)
             yield operation.__name__, f"{shape}, {dtype}, {kind}", draw, _delta_scheduled(run)
             run = partial(_gradients_of_rule, operation)
             yield "gradients", f"{operation.__name__} {shape}, {dtype}, {kind}", draw, _delta_scheduled(run)
 
 
-def _ruled(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Results:
+def _ruled(kind: str, shape: tuple[int, ...], dtype: torch.dtype, by_channel: bool) -> Results:
     rows, tokens, key_heads, heads, key_size, size = shape
     q, k = (values("normal", (rows, tokens, key_heads, key_size), dtype, seed) for seed in (1, 2))
     v = values(kind, (rows, tokens, heads, size), dtype, 3)
-    g = -values("normal", (rows, tokens, heads), torch.float32, 4).abs() / 8
+    of_g = (rows, tokens, heads, key_size) if by_channel else (rows, tokens, heads)
+    g = -values("normal", of_g, torch.float32, 4).abs() / 8
     beta = values("normal", (rows, tokens, heads), torch.float32, 5).sigmoid()
     initial = values("normal", (rows, heads, key_size, size), torch.float32, 6)
     return q, k, v, g, beta, initial
@@ -198,10 +201,10 @@ def _of_rule(
 ) -> Results:
     """In one call, by calls that go on, and packed."""
     given, options = {"q": q, "k": k, "v": v, "g": g}, {"output_final_state": True}
-    if operation is gated_delta_rule:
-        given, options = given | {"beta": beta}, options | {"use_qk_l2norm_in_kernel": True}
-    else:  # whose sums would grow
+    if operation is lightning_attention:  # whose sums would grow
         given = given | {"k": k / 8}
+    else:
+        given, options = given | {"beta": beta}, options | {"use_qk_l2norm_in_kernel": True}
     whole, state = operation(**given, initial_state=initial, **options)
     found, tokens = [whole, state.matrix], q.shape[1]
     going_on: Any = initial
@@ -221,12 +224,12 @@ def _gradients_of_rule(
     """From matrices, and from where a state goes on, padded."""
     tokens = q.shape[1]
     options: dict[str, Any] = {"output_final_state": True}
-    if operation is gated_delta_rule:
+    if operation is not lightning_attention:
         options["use_qk_l2norm_in_kernel"] = True
     start = torch.arange(len(q), device=q.device).clamp(max=tokens)
     with torch.enable_grad():
-        given = {"q": q, "k": k if operation is gated_delta_rule else k / 8, "v": v, "g": g}
-        if operation is gated_delta_rule:
+        given = {"q": q, "k": k / 8 if operation is lightning_attention else k, "v": v, "g": g}
+        if operation is not lightning_attention:
             given["beta"] = beta
         leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
         first = initial.detach().requires_grad_()
@@ -266,7 +269,9 @@ def _delta_scheduled(run: Callable[..., Results]) -> Callable[..., Results]:
             return forward if fits else choose(dtype, key_size, *rest)
 
         def chosen_of_gradients(dtype: torch.dtype, key_size: int, size: int, *rest: Any) -> delta.Gradients:
-            fits = max(gradients.memory(dtype, key_size, size)) <= devices.device_info(rest[-1]).max_smem
+            _, by_channel, device = rest
+            needs = max(gradients.memory(dtype, key_size, size, by_channel))
+            fits = needs <= devices.device_info(device).max_smem
             return gradients if fits else choose_of_gradients(dtype, key_size, size, *rest)
 
         with (

@@ -39,8 +39,10 @@ FORMS = [
 
 
 @pytest.mark.parametrize("schedule", kernels.catalogue(), ids=str)
-def test_compiles_without_spills(schedule: kernels.Schedule) -> None:
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_compiles_without_spills(schedule: kernels.Schedule, by_channel: bool) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "vector": True}
+    options["by_channel"] = by_channel
     found = compiler.compile(kernels.kernel_spec(schedule, torch.bfloat16, 128, **options), "sm_90a")
     assert found.spill_bytes == 0
     assert found.local_bytes == 0
@@ -48,10 +50,11 @@ def test_compiles_without_spills(schedule: kernels.Schedule) -> None:
 
 @pytest.mark.parametrize("schedule", kernels.catalogue_of_gradients(), ids=str)
 @pytest.mark.parametrize("which", ["matrices", "rows"])
-def test_gradients_compile_without_spills(schedule: kernels.Gradients, which: str) -> None:
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_gradients_compile_without_spills(schedule: kernels.Gradients, which: str, by_channel: bool) -> None:
     if which == ("matrices" if not schedule.staged else "rows") and schedule.tile != 16:
         pytest.skip("the same kernel as for tiles of 16, or of another schedule")
-    options = {"tensor_core": True, "hardware_exp2": True, "delta": True}
+    options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "by_channel": by_channel}
     given = (which, schedule, torch.bfloat16, 128, 128)
     found = compiler.compile(kernels.gradients_spec(*given, **options), "sm_90a")
     assert found.spill_bytes == 0
@@ -161,10 +164,11 @@ def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedu
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_gradients_have_the_references_bits(form: tuple[object, ...], schedule: kernels.Gradients) -> None:
     """From matrices, and from where a state goes on."""
-    memory = schedule.memory(form[0], -(-form[6] // 16) * 16, form[7])  # type: ignore[arg-type, operator]
+    on_cpu = operands(form)
+    padded = -(-on_cpu.q.shape[2] // 16) * 16
+    memory = schedule.memory(on_cpu.q.dtype, padded, on_cpu.v.shape[2], on_cpu.by_channel)
     if max(memory) > 227 << 10:
         pytest.skip("takes more shared memory than there is")
-    on_cpu = operands(form)
     contract = TENSOR_CORE.key if form[1] else FMA.key
     for x, *given in gradients_of(on_cpu):
         want = reference.backward(x, *given)
@@ -187,13 +191,14 @@ def test_gradients_have_the_references_bits(form: tuple[object, ...], schedule: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("operation", ["gated_delta_rule", "lightning_attention"])
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda", "lightning_attention"])
 def test_the_public_functions_gradients(operation: str, dtype: torch.dtype) -> None:
     r = torch.Generator().manual_seed(0)
     B, T, H, D = 3, 150, 2, 64
     given = [torch.randn(B, T, h, D, generator=r).to(dtype) / 4 for h in (H, H, 2 * H)]
-    given.append(-torch.rand(B, T, 2 * H, generator=r))
-    if operation == "gated_delta_rule":
+    channels = (D,) if operation == "kda" else ()
+    given.append(-torch.rand(B, T, 2 * H, *channels, generator=r))
+    if operation != "lightning_attention":
         given.append(torch.rand(B, T, 2 * H, generator=r))
     grad = torch.randn(B, T, 2 * H, D, generator=r).to(dtype)
     of_final = torch.randn(B, 2 * H, D, D, generator=r)

@@ -35,22 +35,36 @@ inline float fused(float acc, const float* a, const float* b, int lowest) {
     return y == 0 ? 0.0f : y;
 }
 
+// What each thread tells the lanes of its warp, once they all have: there is room for two rounds.
+template <int WORDS>
+struct Told {
+    inline static u32 words[2][1024][WORDS];
+    inline static int turn[1024];
+
+    static const u32 (*tell(const u32* mine)) [WORDS] {
+        const int half = turn[threadIdx.x] ^= 1;
+        std::memcpy(words[half][threadIdx.x], mine, sizeof(words[0][0]));
+        const auto* all = words[half] + threadIdx.x / 32 * 32;
+        __syncwarp();
+        return all;
+    }
+};
+
 template <bool IS_BF16>
 inline void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32* b) {
     using E = Element<IS_BF16 ? BF16 : F16>;
+    const u32 mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     const int lane = threadIdx.x % 32;
+    const auto* of = Told<6>::tell(mine);
     float rows[2][16], columns[2][16];
-    for (int i = 0; i < 4; ++i)
-        for (int from = 0; from < 4; ++from) {
-            const auto pick = [&](u32 mine, int lane, float* to) {
-                const u32 both = __shfl_sync(~0u, int(mine), lane);
-                to[0] = E::widen(u16(both)), to[1] = E::widen(u16(both >> 16));
-            };
-            pick(a[i], lane / 4 * 4 + from, rows[i % 2] + i / 2 * 8 + from * 2);
-            if (i < 2)
-                for (int n = 0; n < 2; ++n)
-                    pick(b[i], (lane % 4 * 2 + n) * 4 + from, columns[n] + i * 8 + from * 2);
-        }
+    const auto widen = [](u32 both, float* to) {
+        to[0] = E::widen(u16(both)), to[1] = E::widen(u16(both >> 16));
+    };
+    for (int from = 0; from < 4; ++from) {
+        for (int i = 0; i < 4; ++i) widen(of[lane / 4 * 4 + from][i], rows[i % 2] + i / 2 * 8 + from * 2);
+        for (int i = 0; i < 4; ++i)
+            widen(of[(lane % 4 * 2 + i % 2) * 4 + from][4 + i / 2], columns[i % 2] + i / 2 * 8 + from * 2);
+    }
     for (int i = 0; i < 4; ++i) {
         const float *x = rows[i / 2], *y = columns[i % 2];
         const int lowest = IS_BF16 ? -126 : -14;
@@ -61,21 +75,15 @@ inline void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32* b) {
 template <bool TRANSPOSE>
 inline void ldmatrix_x4(u32 (&r)[4], u32 address) {
     const int lane = threadIdx.x % 32;
-    __syncwarp();
+    const auto* of = Told<1>::tell(&address);
     for (int i = 0; i < 4; ++i) {
         const auto at = [&](int row, int column) {
-            const u32 from = __shfl_sync(~0u, int(address), i * 8 + row);
-            return u32(*reinterpret_cast<u16*>(bytes + from + column * 2));
+            return u32(*reinterpret_cast<u16*>(bytes + of[i * 8 + row][0] + column * 2));
         };
-        // Every lane asks for a row of its own.
-        u32 both[2];
-        for (int half = 0; half < 2; ++half) {
-            const int row = lane / 4, column = lane % 4 * 2 + half;
-            both[half] = TRANSPOSE ? at(column, row) : at(row, column);
-        }
-        r[i] = both[0] | both[1] << 16;
+        const int row = lane / 4, column = lane % 4 * 2;
+        r[i] = TRANSPOSE ? at(column, row) | at(column + 1, row) << 16
+                         : at(row, column) | at(row, column + 1) << 16;
     }
-    __syncwarp();
 }
 
 struct Copy {

@@ -5,7 +5,7 @@
 // end, transposed, in shared memory, and keeps it, and those of updates and z, in the chunk's record: the rest of the
 // gradients needs all columns, and is computed by delta_rows_backward.cu.
 //
-// Macros: TYPE, TENSOR_CORE, KEY_SIZE, TILE, WARPS, HARDWARE_EXP2 and DELTA are those of delta.cu.
+// Macros: TYPE, TENSOR_CORE, KEY_SIZE, TILE, WARPS, HARDWARE_EXP2, DELTA and BY_CHANNEL are those of delta.cu.
 
 #include "delta_backward.cuh"
 
@@ -19,7 +19,7 @@ struct Memory {
     Stored scores[CHUNK * COLUMNS];  // [key, query], times the scale
     float weights[CHUNK * WEIGHTS];  // of keys, negative, [key, row]
     float matrix[TILE * MATRIX], of_updates[CHUNK * UPDATES];
-    float decays[CHUNK], betas[CHUNK];
+    float decays[CHUNK * DECAYS], betas[CHUNK];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -61,9 +61,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             m.of_z[e * COLUMNS + i] = E::narrow(0.0f);
         }
         for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
-            m.decays[i] = i < count ? record.decays[i] : 0.0f;
             const bool exists = DELTA && i < count && i >= rows.before;
             m.betas[i] = exists ? p.beta[(rows.token + i) * p.beta_token + head * p.beta_head] : 0.0f;
+        }
+        const int channels = BY_CHANNEL ? p.key_size : 1;
+        for (int x = threadIdx.x; x < CHUNK * DECAYS; x += THREADS) {
+            const int i = x / DECAYS, d = x % DECAYS;
+            m.decays[x] = i < count && d < channels ? record.decays[i * channels + d] : 0.0f;
         }
         // The gradient of the matrix at this chunk's end.
         for (int x = threadIdx.x; x < p.key_size * TILE; x += THREADS) {
@@ -72,10 +76,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         __syncthreads();
 
+        const Rows keys{m.keys, KEYS};
+        const auto zero = [](int, int, float& c) { c = 0.0f; };
+#if BY_CHANNEL
+        const float* last = m.decays + (count - 1) * DECAYS;
+        for (int x = threadIdx.x; x < CHUNK * CHUNK; x += THREADS)
+            m.scores[x / CHUNK * COLUMNS + x % CHUNK] = E::narrow(__fmul_rn(0.0f, p.scale));
+        __syncthreads();
+        scores_by_channel<CHUNK>(m.queries, m.keys, m.decays, 0, 0, count, p.key_size,
+                                 [&](int i, int j, const float* of_query, const float* of_key) {
+                                     if (of_query)
+                                         m.scores[j * COLUMNS + i] = E::narrow(__fmul_rn(*of_query, p.scale));
+                                     if (of_key) m.weights[j * WEIGHTS + i] = -*of_key;
+                                 });
+#else
         const float last = m.decays[count - 1];
-        const Rows keys{m.keys, KEYS}, queries{m.queries, KEYS};
+        const Rows queries{m.queries, KEYS};
         for_tiles<CHUNK, CHUNK>([&](TileOf<CHUNK>& t) {
-            t.each([](int, int, float& c) { c = 0.0f; });
+            t.each(zero);
             t.add(0, p.key_size, keys, queries);
             t.each([&](int j, int i, float& c) {
                 const bool seen = j <= i && i < count;
@@ -83,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 m.scores[j * COLUMNS + i] = E::narrow(i < count ? __fmul_rn(y, p.scale) : 0.0f);
             });
             if constexpr (DELTA) {
-                t.each([](int, int, float& c) { c = 0.0f; });
+                t.each(zero);
                 t.add(0, p.key_size, keys, keys);
                 t.each([&](int j, int i, float& c) {
                     const bool seen = j < i && i < count;
@@ -92,16 +110,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 });
             }
         });
+#endif
         __syncthreads();
 
         // Of updates: by the next matrix, by results, then by the updates of later rows.
         const Rows grads{m.grads, COLUMNS}, of_z{m.of_z, COLUMNS};
         for_tiles<CHUNK, TILE>([&](TileOf<TILE>& t) {
-            t.each([](int, int, float& c) { c = 0.0f; });
+            t.each(zero);
+#if BY_CHANNEL
+            t.add(0, p.key_size, Decayed{m.keys, m.decays, last, count, true, 1.0f},
+                  Floats{m.matrix, MATRIX});
+#else
             t.add(0, p.key_size, keys, Floats{m.matrix, MATRIX});
             t.each([&](int j, int, float& c) {
                 c = j < count ? __fmul_rn(c, exp2_of(__fsub_rn(last, m.decays[j]))) : 0.0f;
             });
+#endif
             t.add(0, count, Rows{m.scores, COLUMNS}, grads);
             t.each([&](int j, int e, float& c) { m.of_updates[j * UPDATES + e] = c; });
         });
@@ -150,6 +174,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
 
         // Of the matrix at the chunk's start.
+#if BY_CHANNEL
+        for_tiles<KEY_SIZE, TILE>([&](TileOf<TILE>& t) {
+            t.each(
+                [&](int d, int e, float& c) { c = __fmul_rn(m.matrix[e * MATRIX + d], exp2_of(last[d])); });
+            t.add(0, count, Turned<Decayed>{{m.queries, m.decays, nullptr, count, false, p.scale}}, grads);
+            t.add(0, count, Turned<Decayed>{{m.keys, m.decays, nullptr, count, false, -1.0f}}, of_z);
+            t.each([&](int d, int e, float& c) { m.matrix[e * MATRIX + d] = c; });
+        });
+        __syncthreads();
+#else
         const auto scale = [&](const Stored* from, float by) {
             for (int x = threadIdx.x; x < TILE * CHUNK; x += THREADS) {
                 const int at = x / CHUNK * COLUMNS + x % CHUNK;
@@ -175,6 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             add_to_matrix(m.keys, 1.0f);
             __syncthreads();
         }
+#endif
     }
 
     for (int x = threadIdx.x; p.dinitial && x < p.key_size * TILE; x += THREADS) {

@@ -4,7 +4,7 @@
 // after the other. Their records have all that the passes over the sequence found: see delta_matrices_backward.cu. So
 // blocks need nothing of each other.
 //
-// Macros: TYPE, TENSOR_CORE, KEY_SIZE, WARPS, HARDWARE_EXP2 and DELTA are those of delta.cu.
+// Macros: TYPE, TENSOR_CORE, KEY_SIZE, WARPS, HARDWARE_EXP2, DELTA and BY_CHANNEL are those of delta.cu.
 //   VALUE_SIZE  of v, up to a multiple of 16
 //   STAGED      1: operands are copied to shared memory; 0: they are read where they are
 
@@ -13,14 +13,27 @@
 constexpr int VALUES = VALUE_SIZE + PAD, COLUMNS = CHUNK + PAD;  // in elements
 constexpr int LINE = KEY_SIZE + 1;                               // in floats
 
-struct Memory {
-#if STAGED
-    Stored keys[CHUNK * KEYS], queries[CHUNK * KEYS];
-    Stored updates[CHUNK * VALUES], of_z[CHUNK * VALUES], grads[CHUNK * VALUES], matrix[KEY_SIZE * VALUES];
+#if BY_CHANNEL
+using Score = float;  // which within a block are not rounded
+constexpr int SCORES = CHUNK + 8;
+#else
+using Score = Stored;
+constexpr int SCORES = COLUMNS;
 #endif
-    Stored of_scores[CHUNK * COLUMNS], of_mutual[CHUNK * COLUMNS];
+
+struct Memory {
+#if STAGED || BY_CHANNEL
+    Stored keys[CHUNK * KEYS], queries[CHUNK * KEYS];
+#endif
+#if STAGED
+    Stored updates[CHUNK * VALUES], of_z[CHUNK * VALUES], grads[CHUNK * VALUES];
+#if !BY_CHANNEL
+    Stored matrix[KEY_SIZE * VALUES];
+#endif
+#endif
+    Score of_scores[CHUNK * SCORES], of_mutual[CHUNK * SCORES];
     float rows[CHUNK * LINE], columns[CHUNK * LINE];
-    float decays[CHUNK], sums[CHUNK], written[CHUNK], kept[KEY_SIZE];
+    float decays[CHUNK * DECAYS], sums[CHUNK], written[CHUNK], kept[KEY_SIZE];
 };
 
 // Rows of an array in global memory, of which those from `first` to `last` - 1 exist; the others are zeros.
@@ -62,56 +75,106 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     const Given<Stored> given_of_z{record.of_z, p.size, 0, count, p.size};
     const Given<float> given_matrix{record.matrix, p.size, 0, p.key_size, p.size};
     const Given<float> given_of_matrix{record.of_matrix, p.size, 0, p.key_size, p.size};
-#if STAGED
+#if STAGED || BY_CHANNEL
     stage<CHUNK, KEY_SIZE, KEYS>(m.queries, given_q);
     stage<CHUNK, KEY_SIZE, KEYS>(m.keys, given_keys);
+    const Rows q{m.queries, KEYS}, keys{m.keys, KEYS};
+#else
+    const auto &q = given_q, &keys = given_keys;
+#endif
+#if STAGED
     stage<CHUNK, VALUE_SIZE, VALUES>(m.grads, given_grad);
     stage<CHUNK, VALUE_SIZE, VALUES>(m.updates, given_updates);
     if constexpr (DELTA) stage<CHUNK, VALUE_SIZE, VALUES>(m.of_z, given_of_z);
+    const Rows grads{m.grads, VALUES}, updates{m.updates, VALUES}, of_z{m.of_z, VALUES};
+#else
+    const auto &grads = given_grad, &updates = given_updates, &of_z = given_of_z;
+#endif
+#if STAGED && !BY_CHANNEL
     stage<KEY_SIZE, VALUE_SIZE, VALUES>(m.matrix, given_matrix);
-    const Rows q{m.queries, KEYS}, keys{m.keys, KEYS}, grads{m.grads, VALUES}, updates{m.updates, VALUES},
-        of_z{m.of_z, VALUES}, matrix{m.matrix, VALUES}, of_matrix{m.matrix, VALUES};
+    const Rows matrix{m.matrix, VALUES}, of_matrix{m.matrix, VALUES};
     const Columns turned_q{m.queries, KEYS}, turned_keys{m.keys, KEYS};
 #else
-    const auto &q = given_q, &keys = given_keys, &grads = given_grad, &updates = given_updates,
-               &of_z = given_of_z;
     const auto &matrix = given_matrix, &of_matrix = given_of_matrix;
+#if !BY_CHANNEL
     const Turned<Given<Stored> > turned_q{given_q}, turned_keys{given_keys};
 #endif
-    for (int i = threadIdx.x; i < CHUNK; i += THREADS) m.decays[i] = i < count ? record.decays[i] : 0.0f;
+#endif
+    const int channels = BY_CHANNEL ? p.key_size : 1;
+    for (int x = threadIdx.x; x < CHUNK * DECAYS; x += THREADS) {
+        const int i = x / DECAYS, d = x % DECAYS;
+        m.decays[x] = i < count && d < channels ? record.decays[i * channels + d] : 0.0f;
+    }
     __syncthreads();
 
-    // Of scores, times decays.
-    const float last = m.decays[count - 1];
+    // A decay, which has one value for all channels or one for each.
+    const auto decays = [&](int i, int d) { return m.decays[i * DECAYS + (BY_CHANNEL ? d : 0)]; };
+    const auto decay = [&](int i, int j, int d) { return exp2_of(__fsub_rn(decays(i, d), decays(j, d))); };
+    const int last = count - 1;
+
+    // Of scores, times decays where these are one for all channels.
     const auto zero = [](int, int, float& c) { c = 0.0f; };
     for_tiles<CHUNK, CHUNK>([&](TileOf<CHUNK>& t) {
-        const auto decay = [&](int i, int j) { return exp2_of(__fsub_rn(m.decays[i], m.decays[j])); };
         t.each(zero);
         t.add(0, p.size, grads, updates);
         t.each([&](int i, int j, float& c) {
             const bool seen = j <= i && i < count;
-            m.of_scores[i * COLUMNS + j] =
-                E::narrow(seen ? __fmul_rn(__fmul_rn(c, p.scale), decay(i, j)) : 0.0f);
+            const float x = seen ? __fmul_rn(c, p.scale) : 0.0f;
+#if BY_CHANNEL
+            m.of_scores[i * SCORES + j] = x;
+#else
+            m.of_scores[i * SCORES + j] = E::narrow(seen ? __fmul_rn(x, decay(i, j, 0)) : 0.0f);
+#endif
         });
         if constexpr (DELTA) {
             t.each(zero);
             t.add(0, p.size, of_z, updates);
             t.each([&](int i, int j, float& c) {
                 const bool seen = j < i && i < count;
-                m.of_mutual[i * COLUMNS + j] = E::narrow(seen ? __fmul_rn(-c, decay(i, j)) : 0.0f);
+#if BY_CHANNEL
+                m.of_mutual[i * SCORES + j] = seen ? -c : 0.0f;
+#else
+                m.of_mutual[i * SCORES + j] = E::narrow(seen ? __fmul_rn(-c, decay(i, j, 0)) : 0.0f);
+#endif
             });
         }
     });
     __syncthreads();
 
+    // Of rows, by what they read of the keys before them.
+#if BY_CHANNEL
+    const auto add_read = [&](TileOf<KEY_SIZE>& t, const float* of) {
+        const int block = t.row / 16 * 16;
+        if (block >= count) return;
+        if (block) {
+            const float* reference = m.decays + (block - 1) * DECAYS;
+            TileOf<KEY_SIZE> earlier = t;
+            earlier.each(zero);
+            earlier.add(0, block, Floats{of, SCORES},
+                        Turned<Decayed>{{m.keys, m.decays, reference, block, true, 1.0f}});
+            t.each_with(earlier, [&](int i, int d, float& c, float found) {
+                if (i < count) c = __fadd_rn(c, __fmul_rn(found, decay(i, block - 1, d)));
+            });
+        }
+        t.each([&](int i, int d, float& c) {
+            for (int j = block; j <= i && i < count; ++j)
+                c = __fmaf_rn(of[i * SCORES + j], __fmul_rn(keys(j, d), decay(i, j, d)), c);
+        });
+    };
+#else
+    const auto add_read = [&](TileOf<KEY_SIZE>& t, const Stored* of) {
+        t.add(0, count, Rows{of, SCORES}, turned_keys);
+    };
+#endif
+
     // Of queries.
     for_tiles<CHUNK, KEY_SIZE>([&](TileOf<KEY_SIZE>& t) {
         t.each(zero);
         t.add(0, p.size, grads, matrix);
-        t.each([&](int i, int, float& c) {
-            c = i < count ? __fmul_rn(c, __fmul_rn(exp2_of(m.decays[i]), p.scale)) : 0.0f;
+        t.each([&](int i, int d, float& c) {
+            c = i < count ? __fmul_rn(c, __fmul_rn(exp2_of(decays(i, d)), p.scale)) : 0.0f;
         });
-        t.add(0, count, Rows{m.of_scores, COLUMNS}, turned_keys);
+        add_read(t, m.of_scores);
         t.each([&](int i, int d, float& c) { m.rows[i * LINE + d] = c; });
     });
     __syncthreads();
@@ -126,9 +189,13 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     };
     for (int x = threadIdx.x; x < count * p.key_size; x += THREADS) {
         const int i = x / p.key_size, d = x % p.key_size;
-        if (i >= before) store(p.dq, p.sums_of_dq, i, d, m.rows[i * LINE + d]);
+        if (i < before) continue;
+        store(p.dq, p.sums_of_dq, i, d, m.rows[i * LINE + d]);
+        if constexpr (BY_CHANNEL)  // a part of its gradient
+            p.dg[((span.token + i) * p.heads + head) * p.key_size + d] =
+                __fmul_rn(q(i, d), m.rows[i * LINE + d]);
     }
-    if (p.dg)
+    if (p.dg && !BY_CHANNEL)
         for (int i = threadIdx.x; i < count; i += THREADS) {
             float sum = 0.0f;
             for (int d = 0; d < p.key_size; ++d) sum = __fmaf_rn(q(i, d), m.rows[i * LINE + d], sum);
@@ -141,15 +208,16 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         t.each(zero);
         if constexpr (DELTA) {
             t.add(0, p.size, of_z, matrix);
-            t.each([&](int i, int, float& c) { c = i < count ? __fmul_rn(c, -exp2_of(m.decays[i])) : 0.0f; });
-            t.add(0, count, Rows{m.of_mutual, COLUMNS}, turned_keys);
+            t.each(
+                [&](int i, int d, float& c) { c = i < count ? __fmul_rn(c, -exp2_of(decays(i, d))) : 0.0f; });
+            add_read(t, m.of_mutual);
         }
         t.each([&](int i, int d, float& c) { m.rows[i * LINE + d] = c; });
     });
     __syncthreads();
 
     // As what the next matrix consists of, and as columns of scores.
-#if STAGED
+#if STAGED && !BY_CHANNEL
     stage<KEY_SIZE, VALUE_SIZE, VALUES>(m.matrix, given_of_matrix);
     __syncthreads();
 #endif
@@ -157,33 +225,65 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         t.each(zero);
         t.add(0, p.size, updates, of_matrix);
         t.each([&](int j, int d, float& c) {
-            m.columns[j * LINE + d] = j < count ? __fmul_rn(c, exp2_of(__fsub_rn(last, m.decays[j]))) : 0.0f;
+            m.columns[j * LINE + d] = j < count ? __fmul_rn(c, decay(last, j, d)) : 0.0f;
         });
     });
     __syncthreads();
+    // Of the last row's decay: what the next matrix has of each row, and of the matrix.
     if (p.dg) {
-        const float kept = exp2_of(last);
-        for (int x = threadIdx.x; x < CHUNK + p.key_size; x += THREADS) {
+        for (int x = threadIdx.x; !BY_CHANNEL && x < count; x += THREADS) {
             float sum = 0.0f;
-            if (x < CHUNK) {
-                if (x < count)
-                    for (int d = 0; d < p.key_size; ++d)
-                        sum = __fmaf_rn(keys(x, d), m.columns[x * LINE + d], sum);
-                m.written[x] = sum;
-            } else {
-                const int d = x - CHUNK;
-                for (int e = 0; e < p.size; ++e)
-                    sum = __fmaf_rn(record.matrix[i64(d) * p.size + e],
-                                    __fmul_rn(record.of_matrix[i64(d) * p.size + e], kept), sum);
-                m.kept[d] = sum;
+            for (int d = 0; d < p.key_size; ++d) sum = __fmaf_rn(keys(x, d), m.columns[x * LINE + d], sum);
+            m.written[x] = sum;
+        }
+        for (int d = THREADS - 1 - threadIdx.x; d < p.key_size; d += THREADS) {
+            const float kept = exp2_of(decays(last, d));
+            float sum = 0.0f;
+            for (int e = 0; e < p.size; ++e)
+                sum = __fmaf_rn(record.matrix[i64(d) * p.size + e],
+                                __fmul_rn(record.of_matrix[i64(d) * p.size + e], kept), sum);
+            m.kept[d] = sum;
+            if constexpr (BY_CHANNEL) {
+                float written = __fmul_rn(keys(0, d), m.columns[d]);
+                for (int j = 1; j < count; ++j)
+                    written = __fadd_rn(written, __fmul_rn(keys(j, d), m.columns[j * LINE + d]));
+                m.kept[d] = __fadd_rn(written, sum);
             }
         }
         __syncthreads();
     }
+
+    // Of keys, by the rows behind them.
     for_tiles<CHUNK, KEY_SIZE>([&](TileOf<KEY_SIZE>& t) {
         t.each(zero);
-        t.add(0, count, Columns{m.of_scores, COLUMNS}, turned_q);
-        if constexpr (DELTA) t.add(0, count, Columns{m.of_mutual, COLUMNS}, turned_keys);
+#if BY_CHANNEL
+        const int block = t.row / 16 * 16;
+        const auto add_own = [&](const Rows& x, const float* of) {
+            t.each([&](int j, int d, float& c) {
+                for (int i = j; i < min(block + 16, count); ++i)
+                    c = __fmaf_rn(of[i * SCORES + j], __fmul_rn(x(i, d), decay(i, j, d)), c);
+            });
+        };
+        const auto add_later = [&](int row, const Stored* x, const float* of) {
+            const float* reference = m.decays + (row - 1) * DECAYS;
+            TileOf<KEY_SIZE> later = t;
+            later.each(zero);
+            later.add(row, min(row + 16, count), Turned<Floats>{{of, SCORES}},
+                      Turned<Decayed>{{x, m.decays, reference, count, false, 1.0f}});
+            t.each_with(later, [&](int j, int d, float& c, float found) {
+                c = __fadd_rn(c, __fmul_rn(found, decay(row - 1, j, d)));
+            });
+        };
+        add_own(q, m.of_scores);
+        add_own(keys, m.of_mutual);
+        for (int row = block + 16; row < count; row += 16) {
+            add_later(row, m.queries, m.of_scores);
+            add_later(row, m.keys, m.of_mutual);
+        }
+#else
+        t.add(0, count, Columns{m.of_scores, SCORES}, turned_q);
+        if constexpr (DELTA) t.add(0, count, Columns{m.of_mutual, SCORES}, turned_keys);
+#endif
         t.each([&](int j, int d, float& c) {
             const float of_column = __fadd_rn(c, m.columns[j * LINE + d]), of_row = m.rows[j * LINE + d];
             m.columns[j * LINE + d] = __fadd_rn(of_row, of_column);
@@ -205,6 +305,19 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
             if (i >= before) p.dbeta[(span.token + i) * p.heads + head] = contract::canonical(sum);
         }
     if (!p.dg) return;
+#if BY_CHANNEL
+    for (int d = threadIdx.x; d < p.key_size; d += THREADS) {
+        float sum = 0.0f;
+        for (int i = count - 1; i >= before; --i) {
+            float& dg = p.dg[((span.token + i) * p.heads + head) * p.key_size + d];
+            float mine = __fadd_rn(dg, __fmul_rn(keys(i, d), m.rows[i * LINE + d]));
+            if (i == last) mine = __fadd_rn(mine, m.kept[d]);
+            sum = i == last ? mine : __fadd_rn(sum, mine);
+            dg = contract::canonical(sum);
+        }
+    }
+    return;
+#endif
     for (int i = threadIdx.x; i < count; i += THREADS) {
         float sum = m.sums[i];
         for (int d = 0; d < p.key_size; ++d) sum = __fmaf_rn(keys(i, d), m.rows[i * LINE + d], sum);

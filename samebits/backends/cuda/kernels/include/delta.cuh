@@ -74,6 +74,17 @@ struct Tile {
                 f(row + lane / 4 + i / 2 * 8, column + x * 8 + lane % 4 * 2 + i % 2, c[x][i]);
     }
 
+    // The same, with the element of another tile at its place.
+    template <class F>
+    __device__ __forceinline__ void each_with(const Tile& other, const F& f) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int x = 0; x < WIDE; ++x)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                f(row + lane / 4 + i / 2 * 8, column + x * 8 + lane % 4 * 2 + i % 2, c[x][i], other.c[x][i]);
+    }
+
     // Carries chains on, from k = `first`, a multiple of 16, up to `last`. Operands are zeros from there on.
     template <class A, class B>
     __device__ __forceinline__ void add(int first, int last, const A& a, const B& b) {
@@ -113,6 +124,10 @@ struct Tile {
     template <class F>
     __device__ __forceinline__ void each(const F& f) {
         f(row, column, c);
+    }
+    template <class F>
+    __device__ __forceinline__ void each_with(const Tile& other, const F& f) {
+        f(row, column, c, other.c);
     }
 
     template <class A, class B>
