@@ -383,7 +383,7 @@ def _sharings(case: FusedCase) -> list[Any]:
     if case.kernel == "state_space":
         return [None, *range(recurrent.SCHEDULES)]
     if case.kernel == "delta":
-        return [None, *range(recurrent.delta_schedules())]
+        return [None, 0]
     return [None, *(rows.sharings(*case.row) if case.row else ())]
 
 

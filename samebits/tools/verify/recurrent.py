@@ -34,8 +34,12 @@ _OF_CHANNELS = (
     (3, 130, 19, 1, 8),
     (3, 257, 18, 1, 16),
 )
-# Rows, tokens, key heads, heads, sizes of keys and values.
-_RULES = ((1, 70, 1, 1, 128, 128), (3, 9, 2, 4, 64, 40), (2, 131, 1, 2, 20, 17), (1, 1, 2, 2, 256, 256))
+# Rows, tokens, key heads, heads, sizes of keys and values. A kernel takes seconds to compile: not all dtypes.
+_RULES = (
+    *(((1, 70, 1, 1, 128, 128), DTYPES[0]), ((1, 70, 1, 1, 128, 128), DTYPES[2])),
+    *(((3, 9, 2, 4, 64, 40), DTYPES[1]), ((1, 1, 2, 2, 256, 256), DTYPES[0])),
+    *(((2, 131, 1, 2, 20, 17), dtype) for dtype in DTYPES),
+)
 
 
 def convolutions(times: int) -> Iterator[tuple[str, str, Any, Any]]:
@@ -171,18 +175,18 @@ def _gradients_of_channels(
 
 
 def delta_rules(times: int) -> Iterator[tuple[str, str, Any, Any]]:
-    """The same."""
-    kinds = itertools.cycle(("normal", "tiny", "sparse", "cancel"))
+    """The same, each under the kernel's choice and under one schedule, in turns."""
+    kinds, numbers = itertools.cycle(("normal", "tiny", "sparse", "cancel")), itertools.count()
     operations: tuple[Any, ...] = (gated_delta_rule, kda, lightning_attention)
-    for dtype, shape, operation in itertools.product(DTYPES, _RULES, operations):
-        for _ in range(times):
-            kind = next(kinds)
-            if operation is kda and shape[4] > 128:  # gradients take more shared memory than there is
-                continue
-            draw, run = partial(_ruled, kind, shape, dtype, operation is kda), partial(_of_rule, operation)
-            yield operation.__name__, f"{shape}, {dtype}, {kind}", draw, _delta_scheduled(run)
-            run = partial(_gradients_of_rule, operation)
-            yield "gradients", f"{operation.__name__} {shape}, {dtype}, {kind}", draw, _delta_scheduled(run)
+    for (shape, dtype), operation, _ in itertools.product(_RULES, operations, range(times)):
+        if operation is kda and shape[4] > 128:  # gradients take more shared memory than there is
+            continue
+        kind, number = next(kinds), next(numbers)
+        draw, name = partial(_ruled, kind, shape, dtype, operation is kda), f"{shape}, {dtype}, {kind}"
+        run = _delta_scheduled(partial(_of_rule, operation), number)
+        yield operation.__name__, name, draw, run
+        run = _delta_scheduled(partial(_gradients_of_rule, operation), number)
+        yield "gradients", f"{operation.__name__} {name}", draw, run
 
 
 def _ruled(kind: str, shape: tuple[int, ...], dtype: torch.dtype, by_channel: bool) -> Results:
@@ -239,15 +243,8 @@ def _gradients_of_rule(
         return *found, *torch.autograd.grad([y, state.matrix], [*leaves.values()], [v, initial])
 
 
-def delta_schedules() -> int:
-    """How many there are, of the forward or of gradients."""
-    from samebits.backends.cuda import delta
-
-    return max(len([*delta.catalogue()]), len([*delta.catalogue_of_gradients()]))
-
-
-def _delta_scheduled(run: Callable[..., Results]) -> Callable[..., Results]:
-    """`run` under the schedules of this place, where they fit into a GPU's shared memory."""
+def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., Results]:
+    """`run`, with a `sharing` under the schedules of this number, if they fit into a GPU's shared memory."""
 
     def call(*operands: Tensor, sharing: int | None = None) -> Results:
         if sharing is None:
@@ -255,7 +252,7 @@ def _delta_scheduled(run: Callable[..., Results]) -> Callable[..., Results]:
         from samebits.backends.cuda import delta, devices
 
         (forward, choose), (gradients, choose_of_gradients) = (
-            ([*listed()][sharing % len([*listed()])], choice)
+            ([*listed()][number % len([*listed()])], choice)
             for listed, choice in (
                 (delta.catalogue, delta.choose),
                 (delta.catalogue_of_gradients, delta.choose_of_gradients),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,14 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("schedule", kernels.catalogue(), ids=str)
-@pytest.mark.parametrize("by_channel", [False, True])
+BY_CHANNEL = (kernels.Schedule(32, 64, 8, 1), kernels.Schedule(32, 16, 4, 1))  # the choices for heads of 128
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by_channel"),
+    [*((s, False) for s in kernels.catalogue()), *((s, True) for s in BY_CHANNEL)],
+    ids=str,
+)
 def test_compiles_without_spills(schedule: kernels.Schedule, by_channel: bool) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "vector": True}
     options["by_channel"] = by_channel
@@ -48,12 +55,16 @@ def test_compiles_without_spills(schedule: kernels.Schedule, by_channel: bool) -
     assert found.local_bytes == 0
 
 
-@pytest.mark.parametrize("schedule", kernels.catalogue_of_gradients(), ids=str)
-@pytest.mark.parametrize("which", ["matrices", "rows"])
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_gradients_compile_without_spills(schedule: kernels.Gradients, which: str, by_channel: bool) -> None:
-    if which == ("matrices" if not schedule.staged else "rows") and schedule.tile != 16:
-        pytest.skip("the same kernel as for tiles of 16, or of another schedule")
+@pytest.mark.parametrize(
+    ("which", "schedule"),
+    [
+        *(("matrices", kernels.Gradients(tile, True)) for tile in (16, 32, 64)),
+        *(("rows", kernels.Gradients(16, staged)) for staged in (True, False)),
+    ],
+    ids=str,
+)
+def test_gradients_compile_without_spills(which: str, schedule: kernels.Gradients, by_channel: bool) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "by_channel": by_channel}
     given = (which, schedule, torch.bfloat16, 128, 128)
     found = compiler.compile(kernels.gradients_spec(*given, **options), "sm_90a")
@@ -129,9 +140,17 @@ def gradients_of(x: Delta) -> Iterator[tuple[Delta, Tensor | None, Tensor, Tenso
     yield rest, state.data, grad, of_closed
 
 
+def in_turns(schedules: Sequence[Any]) -> list[Any]:
+    """Forms with a third of the schedules each, all of them together: a kernel takes seconds to compile."""
+    return [
+        pytest.param(form, schedule, id=f"{form}, {schedule}")
+        for i, form in enumerate(FORMS)
+        for schedule in schedules[i % 3 :: 3]
+    ]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", kernels.catalogue(), ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("form", "schedule"), in_turns([*kernels.catalogue()]))
 def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedule: kernels.Schedule) -> None:
     on_cpu, on_gpu = operands(form), operands(form, "cuda")
     padded = -(-on_gpu.q.shape[2] // 16) * 16
@@ -160,8 +179,7 @@ def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedu
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", kernels.catalogue_of_gradients(), ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("form", "schedule"), in_turns([*kernels.catalogue_of_gradients()]))
 def test_gradients_have_the_references_bits(form: tuple[object, ...], schedule: kernels.Gradients) -> None:
     """From matrices, and from where a state goes on."""
     on_cpu = operands(form)
