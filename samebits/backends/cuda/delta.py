@@ -23,7 +23,7 @@ from samebits.backends.recurrent import CHUNK
 from samebits.contract import INTERPOLATION, contract_from_key
 
 __all__ = [
-    "Gradients",
+    "DeltaGradients",
     "Schedule",
     "backward",
     "catalogue",
@@ -220,7 +220,7 @@ _WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class DeltaGradients:
     """How the kernels of gradients compute.
 
     Attributes:
@@ -254,21 +254,21 @@ class Gradients:
         return matrices, rows
 
 
-def catalogue_of_gradients() -> Iterator[Gradients]:
+def catalogue_of_gradients() -> Iterator[DeltaGradients]:
     """Every schedule, for proofs."""
     for tile in (16, 32, 64):
-        yield from (Gradients(tile, staged) for staged in (True, False))
+        yield from (DeltaGradients(tile, staged) for staged in (True, False))
 
 
 def choose_of_gradients(
     dtype: torch.dtype, key_size: int, size: int, blocks: int, by_channel: bool, device: int
-) -> Gradients:
+) -> DeltaGradients:
     """The schedule for sequences times heads `blocks`."""
     info = devices.device_info(device)
     wide = blocks * -(-size // 64) >= info.sm_count and size > 32
-    staged = Gradients(16, True).memory(dtype, key_size, size, by_channel)[1] <= info.max_smem
+    staged = DeltaGradients(16, True).memory(dtype, key_size, size, by_channel)[1] <= info.max_smem
     for tile in (64, 32, 16) if wide else (32, 16):
-        schedule = Gradients(tile, staged)
+        schedule = DeltaGradients(tile, staged)
         if max(schedule.memory(dtype, key_size, size, by_channel)) <= info.max_smem:
             return schedule
     raise UnavailableError(
@@ -279,7 +279,7 @@ def choose_of_gradients(
 
 def gradients_spec(
     which: str,
-    schedule: Gradients,
+    schedule: DeltaGradients,
     dtype: torch.dtype,
     key_size: int,
     size: int,
@@ -324,7 +324,7 @@ def backward(
     state: Tensor | None,
     grad: Tensor,
     grad_closed: Tensor | None,
-    schedule: Gradients | None = None,
+    schedule: DeltaGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """See :mod:`samebits.backends.delta`."""
     device, dtype = x.q.get_device(), x.q.dtype

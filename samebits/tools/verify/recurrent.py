@@ -251,13 +251,9 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
             return run(*operands)
         from samebits.backends.cuda import delta, devices
 
-        (forward, choose), (gradients, choose_of_gradients) = (
-            ([*listed()][number % len([*listed()])], choice)
-            for listed, choice in (
-                (delta.catalogue, delta.choose),
-                (delta.catalogue_of_gradients, delta.choose_of_gradients),
-            )
-        )
+        schedules, of_gradients = [*delta.catalogue()], [*delta.catalogue_of_gradients()]
+        forward, gradients = schedules[number % len(schedules)], of_gradients[number % len(of_gradients)]
+        choose, choose_of_gradients = delta.choose, delta.choose_of_gradients
 
         def chosen(dtype: torch.dtype, key_size: int, *rest: Any) -> delta.Schedule:
             *_, tensor_core, by_channel, device = rest
@@ -265,7 +261,9 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
             fits = needs <= devices.device_info(device).max_smem
             return forward if fits else choose(dtype, key_size, *rest)
 
-        def chosen_of_gradients(dtype: torch.dtype, key_size: int, size: int, *rest: Any) -> delta.Gradients:
+        def chosen_of_gradients(
+            dtype: torch.dtype, key_size: int, size: int, *rest: Any
+        ) -> delta.DeltaGradients:
             _, by_channel, device = rest
             needs = max(gradients.memory(dtype, key_size, size, by_channel))
             fits = needs <= devices.device_info(device).max_smem

@@ -59,12 +59,14 @@ def test_compiles_without_spills(schedule: kernels.Schedule, by_channel: bool) -
 @pytest.mark.parametrize(
     ("which", "schedule"),
     [
-        *(("matrices", kernels.Gradients(tile, True)) for tile in (16, 32, 64)),
-        *(("rows", kernels.Gradients(16, staged)) for staged in (True, False)),
+        *(("matrices", kernels.DeltaGradients(tile, True)) for tile in (16, 32, 64)),
+        *(("rows", kernels.DeltaGradients(16, staged)) for staged in (True, False)),
     ],
     ids=str,
 )
-def test_gradients_compile_without_spills(which: str, schedule: kernels.Gradients, by_channel: bool) -> None:
+def test_gradients_compile_without_spills(
+    which: str, schedule: kernels.DeltaGradients, by_channel: bool
+) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "by_channel": by_channel}
     given = (which, schedule, torch.bfloat16, 128, 128)
     found = compiler.compile(kernels.gradients_spec(*given, **options), "sm_90a")
@@ -180,7 +182,9 @@ def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedu
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("form", "schedule"), in_turns([*kernels.catalogue_of_gradients()]))
-def test_gradients_have_the_references_bits(form: tuple[object, ...], schedule: kernels.Gradients) -> None:
+def test_gradients_have_the_references_bits(
+    form: tuple[object, ...], schedule: kernels.DeltaGradients
+) -> None:
     """From matrices, and from where a state goes on."""
     on_cpu = operands(form)
     padded = -(-on_cpu.q.shape[2] // 16) * 16

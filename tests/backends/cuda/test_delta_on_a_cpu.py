@@ -27,7 +27,7 @@ FORMS = [
     (torch.bfloat16, True, True, "channels", 1, 1, 32, 24),
     (torch.float32, False, True, "channels", 1, 1, 12, 16),
 ]
-GRADIENTS = [kernels.Gradients(16, True), kernels.Gradients(32, False)]
+GRADIENTS = [kernels.DeltaGradients(16, True), kernels.DeltaGradients(32, False)]
 SCHEDULES = [kernels.Schedule(16, 16, 4, 1), kernels.Schedule(32, 64, 8, 2)]
 
 
@@ -70,7 +70,7 @@ def test_forward_where_all_decays(decays: object) -> None:
 
 @pytest.mark.parametrize(("form", "schedule"), [*zip(FORMS, (GRADIENTS * 3)[:-1], strict=True)], ids=str)
 def test_backward(
-    form: tuple[object, ...], schedule: kernels.Gradients, monkeypatch: pytest.MonkeyPatch
+    form: tuple[object, ...], schedule: kernels.DeltaGradients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From matrices, and from where a state goes on."""
     monkeypatch.setattr(kernels, "choose", lambda *_: SCHEDULES[schedule.staged])
