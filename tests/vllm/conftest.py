@@ -76,6 +76,8 @@ def engine(folders: Callable[[str], Path], _overrides_once: None) -> Iterator[En
             "skip_tokenizer_init": True,
             "max_model_len": 128,
             "max_num_seqs": 16,
+            "max_num_batched_tokens": 256,  # of which vLLM computes a batch first, to see what it needs
+            "num_gpu_blocks_override": 256,  # else a gigabyte of cache is cleared for each engine
             "enable_prefix_caching": False,
             "disable_log_stats": True,
         }
