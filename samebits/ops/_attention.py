@@ -219,11 +219,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     tensors, ctx.options = inputs[:10], inputs[10:]
     out, lse, lse2 = output
     ctx.mark_non_differentiable(lse, lse2)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse2)
 
 
-def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("attention")
+    if grad is None:
+        return (None,) * 16
     *tensors, out, lse2 = saved
     needed = ctx.needs_input_grad
     found = _gradient(grad, out, lse2, needed[3], *tensors, *ctx.options)

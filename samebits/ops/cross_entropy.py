@@ -19,7 +19,9 @@ from samebits.ops.softmax import jacobian_product, softmax
 _NONE, _MEAN = 0, 1  # reductions, as PyTorch numbers them; 2 is a sum
 
 
-def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int, reduction: str, *, wide: bool = False
+) -> Tensor:
     """The losses of ``logits[rows, V]`` at int64 ``target[rows]``, and what `reduction` says of them.
 
     A loss is the negated log-softmax at the target, of 16-bit logits as rounded to their dtype. In float32
@@ -27,28 +29,37 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: 
     mean divides by the number of targets that are not ignored. On a GPU a target out of range ends in a
     device-side assert, as in PyTorch.
 
+    Args:
+        logits: bfloat16, float16 or float32.
+        target: the rows' targets.
+        ignore_index: rows with this target have no loss.
+        reduction: ``"none"``, ``"mean"`` or ``"sum"``.
+        wide: have the bits of ``cross_entropy(logits.float(), ...)``, a loss in float32 and its gradients,
+            without storing logits, or gradients of them, in float32.
+
     Raises:
         TypeError, ValueError: as :func:`samebits.logp`.
         IndexError: on a CPU, a target is out of range.
     """
     (logits,), key, _ = check_operands("cross_entropy", None, {"logits": logits}, autocast=False)
-    if reduction != "none" or logits.dtype != torch.float32:
+    wide = wide or logits.dtype == torch.float32
+    if reduction != "none" or not wide:
         chosen_backend(logits.device.type, "log_softmax")  # or a sum of rows
     target = logp.check_target("cross_entropy", target, "logits", logits, ignore_index)
     if not target.is_cuda:
         logp.watch_target("cross_entropy", target, logits.shape[1], ignore_index, key)
     number = ("none", "mean", "sum").index(reduction)
-    out: Tensor = _operator(logits, target, ignore_index, number, key)[0]
+    out: Tensor = _operator(logits, target, ignore_index, number, wide, key)[0]
     return out
 
 
 def _forward(
-    logits: Tensor, target: Tensor, ignore_index: int, reduction: int, key: Key
+    logits: Tensor, target: Tensor, ignore_index: int, reduction: int, wide: bool, key: Key
 ) -> tuple[Tensor, ...]:
     """The result, what the gradient needs (the log-softmax, or R and log S), and the count of a mean."""
     kernels, target = _kernels(logits, key), target.contiguous()
     kept: tuple[Tensor, Tensor]
-    if logits.dtype == torch.float32:
+    if wide:
         logs, *kept = logp.forward(logits, target, ignore_index, key)  # type: ignore[assignment]
     else:
         logs = backend(logits).softmax(logits, True, logits.dtype)
@@ -90,10 +101,11 @@ def _grad(
     count: Tensor,
     ignore_index: int,
     reduction: int,
+    wide: bool,
     key: Key,
 ) -> Tensor:
-    """`x` is the logits in float32, else their log-softmax."""
-    kernels, target, wide = _kernels(x, key), target.contiguous(), x.dtype == torch.float32
+    """`x` is the logits if `wide`, else their log-softmax."""
+    kernels, target = _kernels(x, key), target.contiguous()
     mean = reduction == _MEAN
     if kernels is not None:
         g = kernels.spread(grad, count if mean else None, target, x.shape[1], ignore_index, not wide)
@@ -110,23 +122,26 @@ def _grad(
     return backend(x).softmax_backward(g, x, True, x.dtype)  # type: ignore[no-any-return]
 
 
-def _fake(logits: Tensor, target: Tensor, ignore_index: int, reduction: int, key: Key) -> tuple[Tensor, ...]:
-    out = logits.new_empty(target.shape if reduction == _NONE else ())
+def _fake(
+    logits: Tensor, target: Tensor, ignore_index: int, reduction: int, wide: bool, key: Key
+) -> tuple[Tensor, ...]:
+    dtype = torch.float32 if wide else logits.dtype
+    out = logits.new_empty(target.shape if reduction == _NONE else (), dtype=dtype)
     count = target.new_empty(() if reduction == _MEAN else 0)
-    if logits.dtype != torch.float32:
+    if not wide:
         return out, logits.new_empty(logits.shape), logits.new_empty(0), count
-    return out, *(logits.new_empty(target.shape) for _ in range(2)), count
+    return out, *(logits.new_empty(target.shape, dtype=dtype) for _ in range(2)), count
 
 
 _operator = Operator(
-    "cross_entropy(Tensor logits, Tensor target, int ignore_index, int reduction, str contract)"
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index, int reduction, bool wide, str contract)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_forward,
     fake=_fake,
 )
 _gradient = Operator(
     "cross_entropy_backward(Tensor grad, Tensor x, Tensor target, Tensor shift, Tensor log_sum, Tensor count,"
-    " int ignore_index, int reduction, str contract) -> Tensor",
+    " int ignore_index, int reduction, bool wide, str contract) -> Tensor",
     cpu=_grad,
     fake=lambda grad, x, *_: x.new_empty(x.shape),
 )
@@ -135,22 +150,25 @@ _gradient = Operator(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, *ctx.options = inputs
     _, first, second, count = output
-    wide = logits.dtype == torch.float32
+    wide = ctx.options[2]
     ctx.save_for_backward(logits if wide else first, target, first if wide else second, second, count)
     ctx.mark_non_differentiable(first, second, count)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    if saved[0].dtype != torch.float32:  # what was saved is the log-softmax
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    if saved[0].dtype != torch.float32:
         refuse_second_derivatives("cross_entropy of 16-bit logits")
-    return _gradient(grad, *saved, *ctx.options), None, None, None, None
+    return _gradient(grad, *saved, *ctx.options), *(None,) * 5
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, x, target, _, _, count, ctx.ignore_index, ctx.reduction, _ = inputs
+    grad, x, target, _, _, count, ctx.ignore_index, ctx.reduction, *_ = inputs
     ctx.save_for_backward(grad, x, target, count)
 
 
@@ -164,7 +182,7 @@ def _second(ctx: Any, saved: tuple[Tensor, ...], v: Tensor) -> tuple[Tensor | No
     u = (grad / count if ctx.reduction == _MEAN else grad).expand(target.shape).masked_fill(ignored, 0.0)
     of_x = jacobian_product(p, u[:, None] * v)
     of_grad = of_u if ctx.reduction == _NONE else sum(of_u)
-    return (of_grad / count if ctx.reduction == _MEAN else of_grad), of_x, *(None for _ in range(7))
+    return (of_grad / count if ctx.reduction == _MEAN else of_grad), of_x, *(None for _ in range(8))
 
 
 _gradient.register_autograd(_second, setup_context=_keep_gradient)

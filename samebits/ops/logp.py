@@ -237,10 +237,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     logits, target, ctx.ignore_index, ctx.key = inputs
     ctx.save_for_backward(logits, target, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivatives("logp")
+    if grad is None:
+        return None, None, None, None
     logits, target, shift, log_sum = saved
     out = _gradient(grad, logits, target, shift, log_sum, ctx.ignore_index, ctx.key)
     return out, None, None, None

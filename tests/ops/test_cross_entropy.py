@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
+from samebits.ops.cross_entropy import cross_entropy
 from samebits.ops.reduce import sum
 from samebits.ops.softmax import log_softmax
 from samebits.testing import assert_same_bits
@@ -86,3 +87,44 @@ def test_the_kernels_have_the_bits_of_pytorchs_operators(dtype: torch.dtype) -> 
             samebits.use_backend(None)
         for ours, theirs in zip(got, want, strict=True):
             assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_wide_loss_is_that_of_logits_in_float32(
+    shape: tuple[int, int], dtype: torch.dtype, reduction: str, device: str
+) -> None:
+    x, target = (t.to(device) for t in inputs(*shape, dtype, -100))
+    x[-1, -1] = torch.nan
+    found = []
+    for wide in (False, True):
+        leaf = x.clone().requires_grad_()
+        of = leaf if wide else leaf.float()
+        loss = cross_entropy(of, target, -100, reduction, wide=wide)
+        seed = torch.arange(1, loss.numel() + 1, device=device).reshape(loss.shape).to(loss)
+        found.append((loss.detach(), *torch.autograd.grad(loss, leaf, seed * 0.375)))
+    assert found[1][0].dtype == torch.float32
+    for theirs, ours in zip(*found, strict=True):  # a NaN's bits are those of the last conversion
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert_same_bits(ours.nan_to_num(1.0), theirs.nan_to_num(1.0))
+
+
+def test_a_wide_loss_has_one_gradient() -> None:
+    x, target = inputs(7, 300, torch.bfloat16, -100)
+    x.requires_grad_()
+    loss = cross_entropy(x, target, -100, "sum", wide=True)
+    with pytest.raises(NotImplementedError, match="16-bit logits"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_wide_loss_as_an_operator() -> None:
+    x, target = inputs(7, 300, torch.bfloat16, -100)
+    for reduction in ("none", "mean", "sum"):
+        number = ("none", "mean", "sum").index(reduction)
+        torch.library.opcheck(
+            torch.ops.samebits.cross_entropy.default,
+            (x.clone().requires_grad_(), target, -100, number, True, "FMA:fma"),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
