@@ -138,6 +138,7 @@ def measure(name: str, kind: str, device: str) -> dict[str, Any]:
     """What is fused in an architecture, and what of its results differs."""
     from benchmarks.zoo.models import Model
     from samebits import fuse
+    from samebits.fusion.source import LOSS
 
     model = Model(name, kind, torch.float32, device)
     net, model.short = model.net, [model._item(17, 12), model._item(9, 7)]
@@ -156,10 +157,12 @@ def measure(name: str, kind: str, device: str) -> dict[str, Any]:
     }
     if not fusion.fused:
         return found
-    fused = {dtype: _results(model, weights, dtype) for dtype in DTYPES}
+    wide = any(f.what == LOSS for f in fusion.fused)  # in 16 bits that loss has other bits
+    losses = {dtype: dtype == torch.float32 or not wide for dtype in DTYPES}
+    fused = {dtype: _results(model, weights, dtype, losses[dtype]) for dtype in DTYPES}
     fusion.undo()
     for dtype, theirs in fused.items():
-        own = _results(model, weights, dtype)
+        own = _results(model, weights, dtype, losses[dtype])
         if isinstance(own, str) or isinstance(theirs, str):  # as the model itself fails
             found["dtypes"][_name(dtype)] = {
                 "values": 0,
@@ -175,8 +178,10 @@ def measure(name: str, kind: str, device: str) -> dict[str, Any]:
     return found
 
 
-def _results(model: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor] | str:
-    """Logits and gradients, of padded sequences; in float32 the loss and its gradients, too."""
+def _results(
+    model: Any, weights: dict[str, Tensor], dtype: torch.dtype, loss: bool
+) -> dict[str, Tensor] | str:
+    """Logits and gradients, of padded sequences; with `loss` that and its gradients, too."""
     import samebits
 
     model.net.to(dtype)
@@ -195,12 +200,12 @@ def _results(model: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> dict
                 found[f"logits {i}"] = row
             grads = model.gradients(items, model.seeds(items))
             found |= {f"gradient of {n}": g for n, g in grads.items()}
-            if dtype == torch.float32 and model.kind == "causal" and "labels" in model.takes:
+            if loss and model.kind == "causal" and "labels" in model.takes:
                 given = model.batch(items)
-                loss = model.net(**given, labels=given["input_ids"]).loss
+                mean = model.net(**given, labels=given["input_ids"]).loss
                 named = {n: p for n, p in model.net.named_parameters() if p.requires_grad}
-                of_loss = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-                found["loss"] = loss.detach()
+                of_loss = torch.autograd.grad(mean, list(named.values()), allow_unused=True)
+                found["loss"] = mean.detach()
                 found |= {
                     f"loss's gradient of {n}": g for n, g in zip(named, of_loss, strict=True) if g is not None
                 }

@@ -180,6 +180,8 @@ STEPS_BY = {
     "compiled": "context, compiled",
     "fused": "context, fused",
     "fused, compiled": "context, fused, compiled",
+    "fused with loss": "context, fused with loss",
+    "fused with loss, compiled": "context, fused with loss, compiled",
 }
 """What tables call the forms of steps."""
 
@@ -324,15 +326,18 @@ def gpu_peers(data: dict[str, Any]) -> str:
 
 def fused(data: dict[str, Any]) -> str:
     """What ``samebits.fuse`` fused in which architecture."""
-    kinds = (
+    kinds: tuple[str, ...] = (
         "RMS norm",
         "residual sum and RMS norm",
         "gated activation",
         "rotary positions",
+        "RMS norms of heads and rotary positions",
+        "loss from logits",
         "loss from hidden states",
     )
     built = [a for a in data["architectures"] if "unbuilt" not in a]
     some = [a for a in built if a["fused"]]
+    kinds = tuple(k for k in kinds if any(f["what"] == k for a in some for f in (*a["fused"], *a["left"])))
     counts = [d for a in some for d in a["dtypes"].values()]
     values, differ = (sum(d[key] for d in counts) for key in ("values", "differ"))
 

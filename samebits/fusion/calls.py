@@ -16,7 +16,7 @@ from samebits.fusion.loss import WideHead
 from samebits.fusion.probe import DTYPES, rows, weights
 from samebits.mode import batch_invariant
 
-__all__ = ["evaluated", "of_loss", "of_module"]
+__all__ = ["evaluated", "of_logits", "of_loss", "of_module"]
 
 
 def of_module(
@@ -56,31 +56,23 @@ def of_loss(
         Operands; a function of them; and a context in which the head's logits are not rounded to 16 bits,
         as :class:`samebits.fusion.loss.Loss` does not.
     """
-    args, kwargs = copy.deepcopy(call)
-    base, head, found = model.base_model, model.get_output_embeddings(), []
-    hook = base.register_forward_hook(lambda module, args, output: found.append(output))
-    with torch.no_grad(), batch_invariant("ignore"):
-        model(*args, **kwargs)
-    hook.remove()
-    labels = kwargs["input_ids"].clone()
-    labels[:, ::3] = -100
+    head = model.get_output_embeddings()
+    output, _, labels = _outputs(model, call)
     mine = {id(p) for p in head.parameters()}
     names = {id(p): n for n, p in model.named_parameters() if id(p) in mine}
     operands = {
         n: weights(p.detach(), dtype, i)
         for i, (p, n) in enumerate((p, names[id(p)]) for p in head.parameters())
     }
-    operands["hidden"] = rows(tuple(found[0].last_hidden_state.shape), dtype, labels.device, 0)
+    operands["hidden"] = rows(tuple(output.last_hidden_state.shape), dtype, labels.device, 0)
 
     def run(t: dict[str, Tensor]) -> Any:
-        output = copy.copy(found[0])
-        output["last_hidden_state"] = t["hidden"].clone()
-        base.forward = lambda *args, **kwargs: output
-        try:
-            given = copy.deepcopy(kwargs) | {"labels": labels}
-            return functional_call(model, {n: t[n] for n in operands if n != "hidden"}, args, given).loss
-        finally:
-            del base.forward
+        given = copy.copy(output)
+        given["last_hidden_state"] = t["hidden"].clone()
+        with _giving(model.base_model, given):
+            args, kwargs = copy.deepcopy(call)
+            of_head = {n: t[n] for n in operands if n != "hidden"}
+            return functional_call(model, of_head, args, kwargs | {"labels": labels}).loss
 
     @contextmanager
     def wide() -> Iterator[None]:
@@ -92,6 +84,50 @@ def of_loss(
             head.__class__ = kind
 
     return operands, run, nullcontext if dtype == torch.float32 else wide
+
+
+def of_logits(
+    model: Any, call: Any, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Callable[..., Any], Callable[[], Any]]:
+    """As :func:`of_loss`, of a model's loss from its logits."""
+    output, logits, labels = _outputs(model, call)
+    operands = {"logits": rows(tuple(logits.shape), dtype, labels.device, 0)}
+
+    def run(t: dict[str, Tensor]) -> Any:
+        head = model.get_output_embeddings()
+        with _giving(model.base_model, copy.copy(output)), _giving(head, t["logits"].clone()):
+            args, kwargs = copy.deepcopy(call)
+            return model(*args, **(kwargs | {"labels": labels})).loss
+
+    return operands, run, nullcontext
+
+
+def _outputs(model: Any, call: Any) -> tuple[Any, Tensor, Tensor]:
+    """What a model gives before its head, and what its head gives; and labels."""
+    args, kwargs = copy.deepcopy(call)
+    found: dict[nn.Module, Any] = {}
+    parts = model.base_model, model.get_output_embeddings()
+    hooks = [m.register_forward_hook(lambda m, args, output: found.update({m: output})) for m in parts]
+    try:
+        with torch.no_grad(), batch_invariant("ignore"):
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    labels: Tensor = kwargs["input_ids"].clone()
+    labels[:, ::3] = -100
+    output, logits = (found[m] for m in parts)
+    return output, logits, labels
+
+
+@contextmanager
+def _giving(module: Any, output: Any) -> Iterator[None]:
+    """Let a module give this, whatever its arguments."""
+    module.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 @contextmanager

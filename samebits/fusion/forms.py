@@ -18,9 +18,21 @@ from torch import Tensor, nn
 from samebits.fusion.probe import active, instead
 from samebits.ops.add_rms_norm import add_rms_norm
 from samebits.ops.gated import gated
+from samebits.ops.norm_rotary import norm_rotary
 from samebits.ops.rotary import rotary
 
-__all__ = ["Gate", "GateOfExperts", "Kind", "Norm", "Rotary", "plain", "subclass", "unhooked", "within"]
+__all__ = [
+    "Gate",
+    "GateOfExperts",
+    "Kind",
+    "Norm",
+    "NormRotary",
+    "Rotary",
+    "plain",
+    "subclass",
+    "unhooked",
+    "within",
+]
 
 Kind = tuple[Any, ...]
 """Of operands: the type of their device, and what else a form may depend on, such as dtypes."""
@@ -289,46 +301,64 @@ class Rotary:
 
     def run(self) -> Callable[..., Any]:
         """A function that is called as the own one."""
-        own, names = self.own, tuple(inspect.signature(self.own).parameters)
-        known = {*self.tensors, "cos", "sin", "unsqueeze_dim"}
-        single, layout, proven = len(self.tensors) == 1, self.layout, self.proven
-        form = self
+        own, proven = self.own, self.proven
+        form, names = self, self._names()
 
         def turned(*args: Any, **kwargs: Any) -> Any:
             if active():
                 given = dict(zip(names, args, strict=False)) | kwargs
-                q: Any = given.get(form.tensors[0])
-                k: Any = None if single else given.get(form.tensors[1])
-                cos: Any = given.get("cos")
-                sin: Any = given.get("sin")
-                axis = form._heads(q, cos, given)
-                if (
-                    axis is not None
-                    and all(n in known for n in given)
-                    and plain(sin)
-                    and not (cos.requires_grad or sin.requires_grad)
-                    and (single or (plain(k) and k.dtype == q.dtype and k.ndim == q.ndim))
-                    and form._kind(q, cos, axis) in proven
-                ):
-                    if axis == -3:
-                        q, k = q.transpose(-3, -2), None if single else k.transpose(-3, -2)
-                    if form._fits(q, k, cos, sin):
-                        size = cos.shape[-1] * (2 if form.paired else 1)
-                        if form.first_half:
-                            half = cos.shape[-1] // 2
-                            cos, sin = cos[..., :half], sin[..., :half]
-                        if form.wide:
-                            cos, sin = cos.float(), sin.float()
-                        q, k = rotary(
-                            q, k, cos, sin, rotary_dim=size, layout=layout, gradients=form.gradients
-                        )
-                        if axis == -3:
-                            q, k = q.transpose(-3, -2), None if k is None else k.transpose(-3, -2)
-                        return q if single else (q, k)
-                instead("rotary positions of other operands", q, proven)
+                operands = form.operands(given)
+                if operands is not None:
+                    *tensors, options, back = operands
+                    return back(*rotary(*tensors, **options))
+                instead("rotary positions of other operands", given.get(form.tensors[0]), proven)
             return own(*args, **kwargs)
 
         return turned
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.own).parameters)
+
+    def operands(self, given: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Of the own function's arguments: q, k, cos, sin and options of :func:`samebits.rotary`.
+
+        The last one is a function of its results, which gives the own function's. None: they do not fit.
+        """
+        single = len(self.tensors) == 1
+        q: Any = given.get(self.tensors[0])
+        k: Any = None if single else given.get(self.tensors[1])
+        cos: Any = given.get("cos")
+        sin: Any = given.get("sin")
+        axis = self._heads(q, cos, given)
+        if (
+            axis is None
+            or not all(n in (*self.tensors, "cos", "sin", "unsqueeze_dim") for n in given)
+            or not plain(sin)
+            or cos.requires_grad
+            or sin.requires_grad
+            or not (single or (plain(k) and k.dtype == q.dtype and k.ndim == q.ndim))
+            or self._kind(q, cos, axis) not in self.proven
+        ):
+            return None
+        turns = axis == -3
+        if turns:
+            q, k = q.transpose(-3, -2), None if single else k.transpose(-3, -2)
+        if not self._fits(q, k, cos, sin):
+            return None
+        size = cos.shape[-1] * (2 if self.paired else 1)
+        if self.first_half:
+            half = cos.shape[-1] // 2
+            cos, sin = cos[..., :half], sin[..., :half]
+        if self.wide:
+            cos, sin = cos.float(), sin.float()
+
+        def back(q: Tensor, k: Tensor | None) -> Any:
+            if turns:
+                q, k = q.transpose(-3, -2), None if k is None else k.transpose(-3, -2)
+            return q if single else (q, k)
+
+        options = {"rotary_dim": size, "layout": self.layout, "gradients": self.gradients}
+        return q, k, cos, sin, options, back
 
     def _heads(self, q: Any, cos: Any, given: dict[str, Any]) -> int | None:
         """The dimension of heads, counted from the end: -2 or -3. None: it has none."""
@@ -356,3 +386,62 @@ class Rotary:
             and cos.shape[-2] == lead[-1]
             and (k is None or (k.shape[:-2] == lead and k.shape[-1] == q.shape[-1]))
         )
+
+
+@dataclass(frozen=True)
+class NormRotary:
+    """Norms of the heads of queries and keys, and then rotary positions: :func:`samebits.norm_rotary`.
+
+    Attributes:
+        norms: of queries and keys, ``[batch, tokens, heads, n]``.
+        rotary: of both, with heads before tokens.
+        proven: device and dtype.
+    """
+
+    norms: tuple[Norm, Norm]
+    rotary: Rotary
+    proven: tuple[Kind, ...] = ()
+
+    def only(self, dtypes: Collection[torch.dtype]) -> NormRotary:
+        """The form in these dtypes alone."""
+        return replace(self, proven=within(self.proven, dtypes))
+
+    def run(self) -> Callable[..., Any]:
+        """A function of what turns alone, both norms, and the own function's arguments before the norms."""
+        form, proven, names = self, self.proven, self.rotary._names()
+
+        def turned(turn: Any, q_norm: Any, k_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            q, k, *others = args
+            if active():
+                given = dict(zip(names, args, strict=False)) | kwargs
+                operands = form.rotary.operands(given)
+                norms = (q_norm, q), (k_norm, k)
+                if (
+                    operands is not None
+                    and q.ndim == 4
+                    and form.rotary._heads(q, given["cos"], given) == -3
+                    and (q.device.type, q.dtype) in proven
+                    and all(form._takes(i, *norm) for i, norm in enumerate(norms))
+                    and form.norms[0]._eps(q_norm) == form.norms[1]._eps(k_norm)
+                ):
+                    of_q, of_k = form.norms
+                    q, k, cos, sin, options, back = operands
+                    weights = of_q._weight(q_norm), of_k._weight(k_norm)
+                    options |= {"rounding": of_q.rounding, "offset": of_q.offset}
+                    return back(*norm_rotary(q, k, *weights, cos, sin, of_q._eps(q_norm), **options))
+                instead("norms and rotary positions of other operands", q, proven)
+            q, k = q_norm(q.transpose(1, 2)).transpose(1, 2), k_norm(k.transpose(1, 2)).transpose(1, 2)
+            return turn(q, k, *others, **kwargs)
+
+        return turned
+
+    def _takes(self, which: int, norm: Any, x: Tensor) -> bool:
+        """Whether a module is the norm that is meant, of such heads."""
+        form = self.norms[which]
+        if type(norm) not in (form.kind, form.fused) or not unhooked(norm):
+            return False
+        weight = form._weight(norm)
+        if weight is not None and weight.shape != x.shape[-1:]:
+            return False
+        rounds_alike = weight is None or form.rounding == "once" or weight.dtype == x.dtype
+        return rounds_alike and form._fits(x, weight, form.after_sum)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from samebits.fusion.calls import evaluated, of_loss, of_module
+from samebits.fusion.calls import evaluated, of_logits, of_loss, of_module
 from samebits.fusion.forms import subclass
 from samebits.fusion.probe import DTYPES, DiffersError, UnfitError, compare, name_of
 from samebits.fusion.proofs import Forms
 from samebits.fusion.report import Fused, Fusion, Left, Swap
-from samebits.fusion.source import GATE, LOSS, Plan, plan
+from samebits.fusion.source import GATE, LOSS, LOSS_OF_LOGITS, NORM_ROTARY, Plan, plan
 from samebits.mode import batch_invariant
 
 __all__ = ["fuse"]
@@ -40,8 +40,10 @@ def fuse(model: nn.Module, inputs: Any = None, *, loss: bool = False) -> Fusion:
     These are fused, wherever they stand in a module's code:
 
     * RMS norms, alone and after a residual sum: :func:`samebits.add_rms_norm`;
-    * rotary positions of queries and keys: :func:`samebits.rotary`;
+    * rotary positions of queries and keys: :func:`samebits.rotary`; after RMS norms of their heads:
+      :func:`samebits.norm_rotary`;
     * activations of gates, and the product with their factors, also of experts: :func:`samebits.gated`;
+    * a language model's loss from its logits in 16 bits, which are not stored in float32;
     * with ``loss=True``, a language model's loss: :func:`samebits.linear_logp`. Logits are not stored.
 
     Modules are recognised by what they compute, not by name. For each class, and in each of float32, bfloat16
@@ -258,6 +260,9 @@ class _Fuser:
     ) -> list[Unit]:
         """Which of them keep a module's bits: all, or those that do so alone. `whys` gets the others'."""
         together = self.differs(own, module, call, dtype, units) if units else None
+        parts = [unit for unit in units if own.sites[unit[0]][0] not in (NORM_ROTARY, LOSS)]  # they hide some
+        if together == "" and parts and parts != units:
+            together = self.differs(own, module, call, dtype, parts)
         if not together:
             return units if together == "" else []
         found = []
@@ -279,8 +284,11 @@ class _Fuser:
         try:
             made = own.make({i: {dtype} for unit in units for i in unit})
             kind, trial = type(module), subclass(type(module), own.own.__name__, made)
-            if any(own.sites[i][0] == LOSS for unit in units for i in unit):
+            what = {own.sites[i][0] for unit in units for i in unit}
+            if LOSS in what:
                 operands, run, wide = of_loss(module, call, dtype)
+            elif LOSS_OF_LOGITS in what:
+                operands, run, wide = of_logits(module, call, dtype)
             else:
                 operands, run, wide = *of_module(module, call, dtype), nullcontext
 

@@ -1,4 +1,4 @@
-"""The loss of a language model from its hidden states: logits are not stored."""
+"""The loss of a language model: from its hidden states, or from logits that stay in 16 bits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from torch import Tensor, nn
 from samebits.fusion.forms import Kind, plain, unhooked, within
 from samebits.fusion.probe import active, instead
 from samebits.nn import Linear
+from samebits.ops.cross_entropy import cross_entropy
 from samebits.ops.linear_logp import linear_logp
 from samebits.ops.matmul import matmul
 
-__all__ = ["Loss", "WideHead"]
+__all__ = ["Loss", "LossOfLogits", "WideHead", "knows"]
 
 _SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 """Functions of ``transformers.loss.loss_utils``, and whether labels are of the tokens after them."""
+
+
+def knows(function: Any) -> bool:
+    """Whether it is one of these functions."""
+    return getattr(function, "__name__", "") in _SHIFTED
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Loss:
                     and getattr(layer, "contract", None) is None
                     and getattr(layer, "fp8", None) is None
                     and not torch.is_autocast_enabled(hidden.device.type)
-                    and getattr(model.loss_function, "__name__", "") in _SHIFTED
+                    and knows(model.loss_function)
                     and (hidden.device.type, hidden.dtype) in proven
                 ):
                     return None, hidden
@@ -62,12 +68,43 @@ class Loss:
         return head
 
     def loss(self) -> Callable[..., Any]:
-        """A function of a loss function, what `head` gave, the head, and the function's arguments."""
+        """A function of what takes logits, a loss function, what `head` gave, the head, and arguments."""
 
-        def loss(function: Any, hidden: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        def loss(of_logits: Any, function: Any, hidden: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
             if hidden is None:
-                return function(*args, **kwargs)
+                return of_logits(function, *args, **kwargs)
             return _loss(function, hidden, layer, *args, **kwargs)
+
+        return loss
+
+
+@dataclass(frozen=True)
+class LossOfLogits:
+    """Cross entropy of 16-bit logits, with the bits that it has of them in float32.
+
+    Attributes:
+        proven: device and dtype.
+    """
+
+    proven: tuple[Kind, ...] = ()
+
+    def only(self, dtypes: Collection[torch.dtype]) -> LossOfLogits:
+        """The form in these dtypes alone."""
+        return replace(self, proven=within(self.proven, dtypes))
+
+    def run(self) -> Callable[..., Any]:
+        """A function of a loss function and its arguments."""
+        proven = self.proven
+
+        def loss(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if active():
+                logits: Any = args[0] if args else kwargs.get("logits")
+                if knows(function) and plain(logits) and (logits.device.type, logits.dtype) in proven:
+                    found = _loss_of_logits(function, *args, **kwargs)
+                    if found is not None:
+                        return found
+                instead("a loss of other operands", logits, proven)
+            return function(*args, **kwargs)
 
         return loss
 
@@ -85,21 +122,47 @@ def _loss(
     **kwargs: Any,
 ) -> Tensor:
     """As those functions of ``transformers``."""
-    if not _SHIFTED[function.__name__]:
-        target = labels
-    elif shift_labels is not None:
-        target = shift_labels
-    else:
-        target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = target.to(hidden.device)
+    target = _target(function, labels, ignore_index, shift_labels).to(hidden.device)
     losses = -linear_logp(hidden, layer.weight, target, layer.bias, ignore_index=ignore_index)
     total: Tensor = losses.reshape(1, -1).sum(1).reshape(())
     if num_items_in_batch is None:
         return total / (target != ignore_index).sum()
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    mean: Tensor = total / num_items_in_batch
-    return mean
+    return _share(total, num_items_in_batch)
+
+
+def _loss_of_logits(
+    function: Any,
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The same, of logits. None: the function itself is to compute it, or to refuse it."""
+    if not (plain(labels) and (shift_labels is None or plain(shift_labels))):
+        return None
+    target = _target(function, labels, ignore_index, shift_labels).to(logits.device)
+    if target.dtype != torch.int64 or (*target.shape, vocab_size) != logits.shape or vocab_size == 0:
+        return None
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    rows = logits.reshape(-1, vocab_size), target.reshape(-1)
+    loss = cross_entropy(*rows, ignore_index, reduction, wide=True)
+    return loss if num_items_in_batch is None else _share(loss, num_items_in_batch)
+
+
+def _target(function: Any, labels: Tensor, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
+    if not _SHIFTED[function.__name__]:
+        return labels
+    if shift_labels is not None:
+        return shift_labels
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def _share(total: Tensor, items: Any) -> Tensor:
+    share: Tensor = total / (items.to(total.device) if isinstance(items, Tensor) else items)
+    return share
 
 
 class WideHead(nn.Linear):

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from samebits.fusion.forms import Gate, GateOfExperts, Kind, Norm, Rotary, subclass
+from samebits.fusion.forms import Gate, GateOfExperts, Kind, Norm, NormRotary, Rotary, subclass
 from samebits.fusion.probe import (
     DTYPES,
     DiffersError,
@@ -336,12 +336,14 @@ class Forms:
     """The forms of what a model has, on one device.
 
     Attributes:
-        loss: kinds of operands for which the loss is to be fused.
+        loss: kinds of operands for which the loss is to be fused with its head.
+        of_logits: the same, for a loss from logits.
     """
 
     def __init__(self, device: torch.device, loss: bool = False) -> None:
         self.device = device
         self.loss: tuple[Kind, ...] = tuple((device.type, d) for d in DTYPES) if loss else ()
+        self.of_logits: tuple[Kind, ...] = tuple((device.type, d) for d in DTYPES if d.itemsize == 2)
 
     def _found(self, key: Any, find: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
         key = self.device.type, key
@@ -379,3 +381,17 @@ class Forms:
 
     def rotary(self, function: Any) -> tuple[Rotary | None, str]:
         return self._found(("rotary", function), lambda: _prove_rotary(function, self.device))
+
+    def norm_rotary(self, q: nn.Module, k: nn.Module, rotary: Rotary | None) -> NormRotary | None:
+        """The form of norms of heads and what turns these then: whole modules prove it."""
+        norms = self.norm(q)[0], self.norm(k)[0]
+        if rotary is None or None in norms or len(rotary.tensors) != 2:
+            return None
+        of_q, of_k = cast("tuple[Norm, Norm]", norms)
+        if (of_q.rounding, of_q.offset) != (of_k.rounding, of_k.offset):
+            return None
+        dtypes = {kind[1] for kind in rotary.proven}
+        for norm in (of_q, of_k):
+            dtypes &= {kind[1] for kind in norm.after_sum}
+        found = tuple((self.device.type, d) for d in DTYPES if d in dtypes)
+        return NormRotary((of_q, of_k), rotary, found) if found else None

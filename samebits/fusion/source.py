@@ -4,8 +4,8 @@ What is looked for:
 
 * ``s = a + b``, and ``self.norm(s)`` in the statement after it (after ``residual = s``, if that comes first);
 * ``act(gate) * up``, and ``up * act(gate)``, also where ``g = act(gate)`` stands before ``g * up``;
-* a call of a function of the module that takes cosines and sines;
-* ``logits = self.head(x)``, and ``self.loss_function(logits, labels)``, if the loss is to be fused.
+* a call of a function of the module that takes cosines and sines, also of ``self.norm(q).transpose(1, 2)``;
+* ``self.loss_function(logits, labels)``; with ``logits = self.head(x)``, if the loss is to be fused.
 
 The new function has the globals, defaults and closure of the old one, and its lines in tracebacks. What runs
 instead comes in by its closure.
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from samebits.fusion.loss import Loss
+from samebits.fusion.loss import Loss, LossOfLogits, knows
 from samebits.fusion.probe import UnfitError
 from samebits.fusion.proofs import Forms
 
@@ -39,7 +39,8 @@ for _name in __future__.all_feature_names:
 
 _OF_DOCS = ("auto_docstring",)  # a decorator that changes no code
 SUM, GATE, ROTARY = "residual sum and RMS norm", "gated activation", "rotary positions"
-LOSS = "loss from hidden states"
+NORM_ROTARY = "RMS norms of heads and rotary positions"
+LOSS, LOSS_OF_LOGITS = "loss from hidden states", "loss from logits"
 
 
 @dataclass
@@ -182,6 +183,11 @@ class _Rewriter(ast.NodeTransformer):
                     targets=[ast.Name(id=logits)], value=ast.Call(func=head, args=[hidden], keywords=[])
                 ) if logits in self.losses and isinstance(self._value(head), nn.Linear):
                     self._head(body, i, self.losses[logits], head, hidden)
+                case ast.Assign(
+                    targets=[ast.Tuple(elts=[ast.Name(id=q), ast.Name(id=k)])],
+                    value=ast.Call(func=ast.Name(), args=[ast.Name(id=of_q), ast.Name(id=of_k), *_]) as call,
+                ) if (q, k) == (of_q, of_k) and q != k:
+                    self._turned_heads(body, i, (q, k), call)
 
     def _sum(self, body: list[ast.stmt], i: int, total: str, added: ast.BinOp) -> None:
         names = {total}
@@ -218,6 +224,26 @@ class _Rewriter(ast.NodeTransformer):
                 self._block(block)
         return super().generic_visit(node)
 
+    # ---- norms of heads, and rotary positions
+
+    def _turned_heads(self, body: list[ast.stmt], i: int, names: tuple[str, str], call: ast.Call) -> None:
+        function = self._value(call.func)
+        if not isinstance(function, FunctionType) or not {"cos", "sin"} <= {*_parameters(function)}:
+            return
+        turned = [_turned_before(body[:i], name) for name in names]
+        normed: list[Any] = [None if t is None else t.value for t in turned]
+        q, k = (None if n is None else self._value(n.func) for n in normed)
+        if not (isinstance(q, nn.Module) and isinstance(k, nn.Module)):
+            return
+        rotary, _ = self.forms.rotary(function)
+        run = self._site(NORM_ROTARY, self.forms.norm_rotary(q, k, rotary))
+        turn = None if run is None else self._site(ROTARY, rotary)  # where the norms stand apart
+        if run is None or turn is None:
+            return
+        for parent, norm in zip(turned, normed, strict=True):  # what it is of stays there
+            parent.value = norm.args[0]  # type: ignore[union-attr]
+        call.args, call.func = [turn, *(norm.func for norm in normed), *call.args], run
+
     # ---- losses
 
     def _head(
@@ -232,8 +258,10 @@ class _Rewriter(ast.NodeTransformer):
         pair = ast.Tuple([target, ast.Name(name, ast.Store())], ast.Store())
         given = [module, head, hidden, ast.Name(labels, ast.Load())]
         body[i] = ast.copy_location(ast.Assign([pair], ast.Call(run, given, [])), body[i])
-        call.args = [call.func, ast.Name(name, ast.Load()), copy.deepcopy(head), *call.args]
-        call.func = self._site(LOSS, form, maker="loss")  # type: ignore[assignment]
+        fused: Any = self._site(LOSS, form, maker="loss")
+        of_logits: Any = self._site(LOSS_OF_LOGITS, LossOfLogits(self.forms.of_logits))  # if there are some
+        given = [of_logits, call.func, ast.Name(name, ast.Load()), copy.deepcopy(head)]
+        call.args, call.func = [*given, *call.args], fused
 
     def find_losses(self, tree: ast.FunctionDef) -> None:
         """Keep the calls of the loss function, by the names of logits."""
@@ -282,7 +310,7 @@ class _Rewriter(ast.NodeTransformer):
                     if count[name, ast.Store] == count[name, ast.Load] == 1:
                         self.activated[name] = node
 
-    # ---- rotary positions
+    # ---- rotary positions, and losses that have their logits
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -294,7 +322,34 @@ class _Rewriter(ast.NodeTransformer):
                     run = self._site(ROTARY, form, f"{name}: {why}")
                     if run is not None:
                         node.func = ast.copy_location(run, node.func)
+            case ast.Attribute(attr="loss_function") if knows(self._value(node.func)):
+                run = self._site(LOSS_OF_LOGITS, LossOfLogits(self.forms.of_logits))
+                if run is not None:
+                    node.args, node.func = [node.func, *node.args], ast.copy_location(run, node.func)
         return node
+
+
+def _turned_before(body: list[ast.stmt], name: str) -> ast.Attribute | None:
+    """``self.norm(x).transpose`` in the last statement ``name = self.norm(x).transpose(1, 2)``.
+
+    None: there is none, or the name is used since.
+    """
+    for statement in reversed(body):
+        match statement:
+            case ast.Assign(
+                targets=[ast.Name(id=target)],
+                value=ast.Call(
+                    func=ast.Attribute(
+                        value=ast.Call(func=ast.Attribute(), args=[_], keywords=[]), attr="transpose"
+                    ) as turned,
+                    args=[ast.Constant(value=1), ast.Constant(value=2)],
+                    keywords=[],
+                ),
+            ) if target == name:
+                return turned
+        if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
+            return None
+    return None
 
 
 class _NormOf(ast.NodeTransformer):

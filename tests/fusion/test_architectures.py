@@ -10,16 +10,19 @@ from benchmarks.fusion import measure
 from benchmarks.zoo.build import names
 
 NORM, SUM, GATE, ROTARY = "RMS norm", "residual sum and RMS norm", "gated activation", "rotary positions"
-LOSS = "loss from hidden states"
+LOSS, OF_LOGITS = "loss from hidden states", "loss from logits"
+HEADS = "RMS norms of heads and rotary positions"
 FAMILIES = {
-    "llama": {NORM, SUM, GATE, ROTARY, LOSS},
-    "gemma2": {NORM, SUM, GATE, ROTARY},  # its logits are capped
-    "olmo2": {NORM, GATE, ROTARY, LOSS},  # norms before sums
-    "glm": {NORM, SUM, GATE, ROTARY, LOSS},  # pairs, of a part of a head
-    "cohere": {GATE, ROTARY},  # layer norms; pairs in float32
-    "gpt_oss": {NORM, SUM, GATE, ROTARY, LOSS},  # clamped gates in turns
-    "deepseek_v3": {NORM, SUM, GATE, ROTARY, LOSS},  # experts; pairs that go to halves
-    "gpt2": {LOSS},
+    "llama": {NORM, SUM, GATE, ROTARY, LOSS, OF_LOGITS},
+    "gemma2": {NORM, SUM, GATE, ROTARY, OF_LOGITS},  # its logits are capped
+    "qwen3_moe": {NORM, SUM, GATE, ROTARY, HEADS, LOSS, OF_LOGITS},
+    "gemma3_text": {NORM, SUM, GATE, ROTARY, LOSS, OF_LOGITS},  # norms of heads after they are transposed
+    "olmo2": {NORM, GATE, ROTARY, LOSS, OF_LOGITS},  # norms before sums
+    "glm": {NORM, SUM, GATE, ROTARY, LOSS, OF_LOGITS},  # pairs, of a part of a head
+    "cohere": {GATE, ROTARY, OF_LOGITS},  # layer norms; pairs in float32
+    "gpt_oss": {NORM, SUM, GATE, ROTARY, LOSS, OF_LOGITS},  # clamped gates in turns
+    "deepseek_v3": {NORM, SUM, GATE, ROTARY, LOSS, OF_LOGITS},  # experts; pairs that go to halves
+    "gpt2": {LOSS, OF_LOGITS},
 }
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 
@@ -22,7 +24,7 @@ from samebits.testing import assert_same_bits
 from tests.fusion.support import assert_same, ids, llama, step
 
 forms: Any = importlib.import_module("samebits.fusion.forms")  # with what it imports
-OPERATORS = ("add_rms_norm", "rotary", "gated")
+OPERATORS = ("add_rms_norm", "rotary", "norm_rotary", "gated")
 
 
 @pytest.fixture
@@ -42,6 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in OPERATORS:
         count(forms, name)
     count(loss, "linear_logp")
+    count(loss, "cross_entropy")
     return found
 
 
@@ -58,16 +61,46 @@ def test_a_model_keeps_its_bits_and_its_keys(calls: Counter[str]) -> None:
         "residual sum and RMS norm": 2,
         "gated activation": 2,
         "rotary positions": 2,
+        "RMS norms of heads and rotary positions": 2,
+        "loss from logits": 1,
     }
     assert not fusion.left
     calls.clear()
     assert_same(step(model), expected)
-    assert calls == {"add_rms_norm": 9, "rotary": 2, "gated": 2}
+    assert calls == {"add_rms_norm": 5, "norm_rotary": 2, "gated": 2}
     assert list(model.state_dict()) == keys
     with batch_invariant("ignore"), torch.no_grad():  # decoding
         calls.clear()
         model.generate(ids(1, 4), max_new_tokens=3, do_sample=False)
-    assert calls == {"add_rms_norm": 27, "rotary": 6, "gated": 6}
+    assert calls == {"add_rms_norm": 15, "norm_rotary": 6, "gated": 6}
+
+
+class Passes(TorchDispatchMode):
+    """Operators of PyTorch that compute something as large as all hidden states."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.found = size, Counter[str]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        large = any(isinstance(t, Tensor) and t.numel() >= self.size for t in tree_leaves(out))
+        if large and op.namespace != "samebits" and not op.is_view:
+            self.found[op.overloadpacket.__name__] += 1
+        return out
+
+
+def test_a_fused_step_has_no_other_passes_over_memory() -> None:
+    """No casts, no copies and no zeros: only sums of gradients, and that after a layer."""
+    model, labels = llama(), ids(4, 48)
+    samebits.fuse(model)
+    with batch_invariant("ignore"):
+        model(labels, labels=labels).loss.backward()  # sizes that are computed once
+        model.zero_grad()
+        with Passes(labels.numel() * model.config.hidden_size) as passes:
+            model(labels, labels=labels, use_cache=False).loss.backward()
+    forward, products_of_a_norm = 1, 1 + 2  # gate and up; q, k and v
+    assert passes.found == {"add": 2 * (forward + products_of_a_norm + 1)}
 
 
 def test_outside_of_the_mode_the_own_code_runs(calls: Counter[str]) -> None:
@@ -279,7 +312,7 @@ def test_checkpointing(reentrant: bool, calls: Counter[str]) -> None:
         model.enable_input_require_grads()
     calls.clear()
     assert_same(step(model, use_cache=False), expected)
-    assert [calls["gated"], calls["rotary"]] == [4, 4], "layers run twice"
+    assert [calls["gated"], calls["norm_rotary"]] == [4, 4], "layers run twice"
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -300,7 +333,7 @@ def test_compile(backend: str) -> None:
     found = Counter(
         str(n.target).split(".")[1] for g in graphs for n in g.graph.nodes if "samebits" in str(n.target)
     )
-    assert [found[n] for n in OPERATORS] == [9, 2, 2], found
+    assert [found[n] for n in OPERATORS] == [5, 0, 2, 2], found
     torch._dynamo.reset()
 
 
@@ -356,7 +389,7 @@ def test_lora(first: str, calls: Counter[str]) -> None:
             samebits.fuse(model)
         calls.clear()
         found.append(step(model))
-        assert calls == ({"add_rms_norm": 9, "rotary": 2, "gated": 2} if fused else {})
+        assert calls == ({"add_rms_norm": 5, "norm_rotary": 2, "gated": 2} if fused else {})
     assert_same(*found)
 
 
@@ -408,6 +441,29 @@ def test_the_loss_in_16_bits_is_of_logits_in_float32() -> None:
     wide.pop("logits")
     assert_same(fused, wide)
     assert fused["loss"] != own["loss"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given", ["mean", "num_items_in_batch", "shift_labels"])
+def test_the_loss_from_logits(given: str, dtype: torch.dtype, calls: Counter[str]) -> None:
+    """Logits are returned, and are not stored in float32."""
+    model, labels = llama(dtype), ids()
+    labels[0, 3:5] = -100
+    others = {
+        "mean": {},
+        "num_items_in_batch": {"num_items_in_batch": torch.tensor(23)},
+        "shift_labels": {"shift_labels": labels.roll(-1, 1)},
+    }
+    expected = step(model, labels=labels, **others[given])
+    (found,) = (f for f in samebits.fuse(model).fused if f.what == "loss from logits")
+    assert found.dtypes == (torch.bfloat16, torch.float16)
+    calls.clear()
+    assert_same(step(model, labels=labels, **others[given]), expected)
+    assert calls["cross_entropy"] == (dtype != torch.float32)
+    with pytest.raises(IndexError, match=r"samebits\.cross_entropy: target"):
+        step(model.bfloat16(), labels=labels.masked_fill(labels > 50, 97))
+    with batch_invariant("ignore"), pytest.raises((ValueError, RuntimeError)):  # as of the own code
+        model(ids(), labels=labels[:, :4])
 
 
 def test_a_loss_of_scaled_logits_is_left() -> None:
