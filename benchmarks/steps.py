@@ -1,11 +1,18 @@
 """Whole steps of models in PyTorch and samebits: eager, compiled, fused, and with Liger's kernels.
 
-python -m benchmarks steps [--only KIND ...] [--forms FORM ...] [--steps PART] [--commit COMMIT] [--out FILE]
+python -m benchmarks steps [--only KIND ...] [--forms FORM ...] [--steps PART] [--layers N] [--merge]
+                           [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backward) of a Llama, of a Qwen3
 with activation checkpointing and of a model of experts, decoding with a static cache of 1,024 keys (as a CUDA
 graph and call by call), and the peak memory of each. `FORMS` has what takes part, and `KINDS` in what. Liger
-does if it is installed. The loss is the model's own, and in some steps ``linear_logp``, beside PyTorch's own.
+does if it is installed. The loss is the model's own, and in some steps ``linear_logp``, beside PyTorch's own;
+``--layers`` makes models of so many, and results say so. A row can be measured alone: ``--merge`` puts it
+into results of the same commit and machine, in place of those of its steps. Runs on several GPUs may do so
+at once::
+
+    CUDA_VISIBLE_DEVICES=1 taskset -c 16-31 \\
+        python -m benchmarks steps --only training --steps 'forward + backward, 8 x 512' --merge
 
 PyTorch attends by ``sdpa``, samebits by ``sdpa`` in training and by its own implementation in decoding;
 experts run PyTorch's grouped products, and samebits' own implementation. Each form has a process of its own,
@@ -15,17 +22,21 @@ turns at every step, as :mod:`benchmarks.turns` says. A turn runs the step twice
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import gc
+import json
 import operator
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +46,7 @@ from rich.table import Table
 import samebits
 import samebits.transformers
 from benchmarks.models import BATCHES, BILLION
-from benchmarks.record import arguments, environment, save
+from benchmarks.record import arguments, environment, results, write
 from benchmarks.turns import processes
 from samebits.ops.linear_logp import linear_logp
 
@@ -149,6 +160,15 @@ def fused_and_compiled(model: Any) -> Any:
     return compiled(fused(model))
 
 
+def fused_with_loss(model: Any) -> Any:
+    samebits.fuse(model, loss=True)
+    return model
+
+
+def fused_with_loss_and_compiled(model: Any) -> Any:
+    return compiled(fused_with_loss(model))
+
+
 def with_liger(model: Any) -> Any:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -189,6 +209,8 @@ FORMS = {
     "compiled": Form(context, "samebits", "samebits", compiled),
     "fused": Form(context, "samebits", "samebits", fused),
     "fused, compiled": Form(context, "samebits", "samebits", fused_and_compiled),
+    "fused with loss": Form(context, "samebits", "samebits", fused_with_loss),
+    "fused with loss, compiled": Form(context, "samebits", "samebits", fused_with_loss_and_compiled),
 }
 COMPILED = tuple(name for name in FORMS if "compiled" in name)
 Measured = dict[str, dict[str, float]]
@@ -263,16 +285,21 @@ def on_gpu(kind: Callable[[Any], Any], config: Any, experts: str | None = None) 
     return model
 
 
-def a_billion() -> Any:
+def of_layers(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """A configuration with another number of layers, unless that is None."""
+    return config if layers is None else config | {"num_hidden_layers": layers}
+
+
+def a_billion(layers: int | None) -> Any:
     """The model of a billion parameters, which is a Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return on_gpu(LlamaForCausalLM, LlamaConfig(**BILLION))
+    return on_gpu(LlamaForCausalLM, LlamaConfig(**of_layers(BILLION, layers)))
 
 
-def training(form: str) -> dict[str, Turn]:
+def training(form: str, layers: int | None) -> dict[str, Turn]:
     """The steps of training, by their names."""
-    model = FORMS[form].prepared(a_billion())
+    model = FORMS[form].prepared(a_billion(layers))
     found: dict[str, Turn] = {}
     for rows, n in BATCHES:
         name, ids = f"forward + backward, {rows} x {n:,}", tokens(model, rows, n)
@@ -283,22 +310,23 @@ def training(form: str) -> dict[str, Turn]:
     return found
 
 
-def training_checkpointed(form: str) -> dict[str, Turn]:
+def training_checkpointed(form: str, layers: int | None) -> dict[str, Turn]:
     """A step of training that computes each layer again in the backward."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    model = on_gpu(Qwen3ForCausalLM, Qwen3Config(**CHECKPOINTED))
+    model = on_gpu(Qwen3ForCausalLM, Qwen3Config(**of_layers(CHECKPOINTED, layers)))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model = FORMS[form].prepared(model)
     step = partial(stored_logits, model, tokens(model, 4, 2048))
     return {"Qwen3 4B, checkpointed, forward + backward, 4 x 2,048": (nothing, step, nothing)}
 
 
-def training_experts(form: str) -> dict[str, Turn]:
+def training_experts(form: str, layers: int | None) -> dict[str, Turn]:
     """The steps of training a model of experts, by their names."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    model = on_gpu(Qwen3MoeForCausalLM, Qwen3MoeConfig(**EXPERTS), FORMS[form].experts)
+    config = Qwen3MoeConfig(**of_layers(EXPERTS, layers))
+    model = on_gpu(Qwen3MoeForCausalLM, config, FORMS[form].experts)
     model = FORMS[form].prepared(model)
     return {
         f"experts, forward + backward, {rows} x {n:,}": (
@@ -311,9 +339,9 @@ def training_experts(form: str) -> dict[str, Turn]:
 
 
 @torch.no_grad()
-def decoding(form: str) -> dict[str, Turn]:
+def decoding(form: str, layers: int | None) -> dict[str, Turn]:
     """The steps of decoding, by their names."""
-    model = a_billion()
+    model = a_billion(layers)
     found: dict[str, Turn] = {}
     for batch in DECODED:
         with FORMS[form].within():
@@ -326,7 +354,7 @@ def decoding(form: str) -> dict[str, Turn]:
 class Kind(NamedTuple):
     """Steps of one model: those of a form, how many turns of each are taken, and by whom."""
 
-    steps: Callable[[str], dict[str, Turn]]
+    steps: Callable[[str, int | None], dict[str, Turn]]
     repeats: int
     forms: tuple[str, ...]
 
@@ -335,7 +363,9 @@ EAGER = ("torch", "context", "process")
 KINDS = {
     "training": Kind(training, 9, tuple(FORMS)),
     "checkpointed": Kind(
-        training_checkpointed, 5, ("torch", "torch, compiled", "context", "fused", "fused, compiled")
+        training_checkpointed,
+        5,
+        ("torch", "torch, compiled", "context", "fused", "fused, compiled", "fused with loss, compiled"),
     ),
     "experts": Kind(training_experts, 9, (*EAGER, "fused", *COMPILED)),
     "decoding": Kind(decoding, 45, EAGER),
@@ -347,23 +377,23 @@ class SkippedError(RuntimeError):
 
 
 @contextmanager
-def all_cpus() -> Iterator[None]:
-    """For compilation, which :mod:`benchmarks.turns` would leave two."""
+def on(cpus: Collection[int]) -> Iterator[None]:
+    """For compilation, to which :mod:`benchmarks.turns` would leave two."""
     some = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    os.sched_setaffinity(0, cpus)
     try:
         yield
     finally:
         os.sched_setaffinity(0, some)
 
 
-def serve(form: str, turns: Connection) -> None:
+def serve(layers: int | None, cpus: Collection[int], form: str, turns: Connection) -> None:
     """Makes the steps of each kind that is asked for, and takes those that are, until None comes.
 
     Work that begins with "first: " is a step's first run, which may compile it. The answer to what fails is
     why.
     """
-    with all_cpus():
+    with on(cpus):
         import_module("torch._inductor.config")  # it counts CPUs
     samebits.transformers.register()
     steps: dict[str, Turn] = {}
@@ -372,11 +402,11 @@ def serve(form: str, turns: Connection) -> None:
             if work in KINDS:
                 steps.clear()
                 gc.collect()
-                steps = KINDS[work].steps(form)
+                steps = KINDS[work].steps(form, layers)
                 turns.send(list(steps))
             elif (first := work.removeprefix("first: ")) != work:
                 start = time.perf_counter()
-                with all_cpus():
+                with on(cpus):
                     once(steps[first], FORMS[form])
                 turns.send(time.perf_counter() - start)
             else:
@@ -391,13 +421,21 @@ def absent() -> dict[str, str]:
     return {} if find_spec("liger_kernel") else {"liger": "liger_kernel is not installed"}
 
 
-def measure(console: Console, kinds: Sequence[str], some: Sequence[str], part: str) -> list[dict[str, Any]]:
-    """The steps of these kinds with `part` in their names, in some forms."""
+def chosen(works: Sequence[str], part: str) -> list[str]:
+    """The step of this name, or else all that have it in their names."""
+    return [part] if part in works else [work for work in works if part in work]
+
+
+def measure(
+    console: Console, kinds: Sequence[str], some: Sequence[str], part: str, layers: int | None
+) -> list[dict[str, Any]]:
+    """The steps of these kinds that `part` chooses, in some forms."""
     cases: list[dict[str, Any]] = []
     skipped = {form: why for form, why in absent().items() if form in some}
     for form, why in skipped.items():
         console.print(f"{form}: skipped, {why}")
-    with processes(serve, [form for form in some if form not in skipped]) as forms:
+    server = partial(serve, layers, os.sched_getaffinity(0))
+    with processes(server, [form for form in some if form not in skipped]) as forms:
 
         def send(form: str, work: str) -> None:
             forms[form].send(work)
@@ -427,7 +465,7 @@ def measure(console: Console, kinds: Sequence[str], some: Sequence[str], part: s
         for kind in kinds:
             taking = [form for form in KINDS[kind].forms if form in forms]
             works = all_of(taking, kind, taking)
-            for work in dict.fromkeys(work for of in works.values() for work in of if part in work):
+            for work in chosen([*dict.fromkeys(work for of in works.values() for work in of)], part):
                 able = [form for form, of in works.items() if work in of]
                 first = all_of(able, f"first: {work}", [form for form in able if form in COMPILED])
                 said = ", ".join(f"{form} {first[form]:.0f} s" for form in first if form in COMPILED)
@@ -435,13 +473,14 @@ def measure(console: Console, kinds: Sequence[str], some: Sequence[str], part: s
                 found = in_turns({f: partial(ask, f, work) for f in first}, KINDS[kind].repeats)
                 for form in found.keys() & {*COMPILED}:
                     found[form]["first_s"] = round(first[form], 1)
-                cases.append({"work": work} | found)
+                name = work if layers is None else f"{work}, {layers} layers"
+                cases.append({"work": name} | found)
         for of in forms.values():
             of.send(None)
     return cases
 
 
-OURS = ("context", "process", "compiled", "fused", "fused, compiled")
+OURS = tuple(form for form in FORMS if FORMS[form].within is not nullcontext)
 
 
 def best(case: dict[str, Any]) -> dict[str, float]:
@@ -459,24 +498,65 @@ def show(data: dict[str, Any]) -> Table:
     return table
 
 
+def merged(path: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """`data` with the other cases of results that are there.
+
+    Raises:
+        ValueError: those were measured at another commit, on another machine, or of other models.
+    """
+    if not path.exists():
+        return data
+    before = json.loads(path.read_text())
+    free = {"date", "load_before", "threads"}
+    for key in (*data["environment"].keys() - free, *data.keys() - {"environment", "cases"}):
+        old, new = (of["environment"].get(key, of.get(key)) for of in (before, data))
+        if old != new:
+            raise ValueError(f"benchmarks steps: --merge: expected {key} {old} of {path}, got {new}")
+    cases = {case["work"]: case for case in (*before["cases"], *data["cases"])}
+    return data | {"cases": [*cases.values()]}
+
+
+def save(path: Path, data: dict[str, Any], merge: bool) -> None:
+    """Write results. Runs that merge into one file do so one after the other."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write(path, merged(path, data) if merge else data)
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--forms", nargs="+", choices=FORMS, metavar="FORM", help=f"of {', '.join(FORMS)}")
-    parser.add_argument("--steps", default="", metavar="PART", help="those that have this in their names")
+    parser.add_argument("--steps", default="", metavar="PART", help="this, or those with it in their names")
+    parser.add_argument("--layers", type=positive, metavar="N", help="of each model, instead of its own")
+    parser.add_argument("--merge", action="store_true", help="keep the other steps of the results")
     options = parser.parse_args()
-    if (options.only or options.forms or options.steps) and options.out is None:
-        parser.error("expected --out with --only, --forms or --steps, since results have all of them")
-    console, record = Console(width=160), environment(options.commit)
+    some = options.only or options.forms or options.steps or options.layers
+    if some and options.out is None and not options.merge:
+        parser.error(
+            "expected --merge or --out with --only, --forms, --steps or --layers, since results have all"
+        )
+    console, record = Console(width=200), environment(options.commit)
     data = {
         "environment": record,
         "model": BILLION,
         "checkpointed": CHECKPOINTED,
         "experts": EXPERTS,
-        "cases": measure(console, options.only or list(KINDS), options.forms or list(FORMS), options.steps),
+        "cases": measure(
+            *(console, options.only or list(KINDS), options.forms or list(FORMS)),
+            *(options.steps, options.layers),
+        ),
     }
     console.print(show(data))
-    save(options.out, "steps.json", data)
+    save(results(options.out, "steps.json"), data, options.merge)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,8 @@ def _speed(folder: str) -> dict[str, float]:
                 found[f"products, {band.removeprefix('forward, ')}"] = round(s.mean, 2)
     if folder in measured("steps.json"):
         for case in load(f"{folder}/steps.json")["cases"]:
-            found[case["work"]] = round(case["torch"]["ms"] / case["context"]["ms"], 2)
+            if {"torch", "context"} <= case.keys():
+                found[case["work"]] = round(case["torch"]["ms"] / case["context"]["ms"], 2)
     return found
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from benchmarks import (
     price,
     rows,
     scaled,
+    steps,
     support,
     tune,
 )
@@ -169,6 +172,25 @@ def test_tables_of_row_operations_and_steps() -> None:
     said = gpu_steps(data | {"cases": [step, step | more | {"work": "train"}]})
     assert "| decode | 4.00 |  | 3.00 | 2.00 |  | 0.50 |  | 0.90 |" in said
     assert "| train | 4.00 | 2.50 | 3.00 | 2.00 | 1.00 | 0.25 | 0.40 | 0.75 |" in said
+
+
+def test_a_row_of_steps_is_merged_into_results(tmp_path: Path) -> None:
+    works = ["train, 8 x 512", "train, 8 x 512, linear_logp", "train, 1 x 512"]
+    assert steps.chosen(works, works[0]) == works[:1]
+    assert steps.chosen(works, "8 x 512") == works[:2]
+    assert steps.chosen(works, "") == works
+    record = environment("c0ffee")
+    cases = [{"work": work, "torch": {"ms": 1.0, "mib": 1}} for work in works[:2]]
+    path, data = tmp_path / "new" / "steps.json", {"environment": record, "model": {"n": 1}, "cases": cases}
+    steps.save(path, data, merge=True)
+    more = [cases[1] | {"torch": {"ms": 2.0, "mib": 1}}, {"work": works[2]}]
+    steps.save(path, data | {"environment": record | {"date": "2000-01-01"}, "cases": more}, merge=True)
+    assert json.loads(path.read_text())["cases"] == [cases[0], *more]
+    for other in ({"environment": record | {"commit": "other"}}, {"model": {"n": 2}}):
+        with pytest.raises(ValueError, match=r"--merge: expected (commit c0ffee|model {'n': 1}) of"):
+            steps.save(path, data | other, merge=True)
+    steps.save(path, data, merge=False)
+    assert json.loads(path.read_text())["cases"] == cases
 
 
 def test_prices_name_both_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
