@@ -62,7 +62,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Shapes of Qwen3."""
+MODELS |= {
+    "30b-a3b": _QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
+    "8b-lora": MODELS["8b"],
+}
+"""Shapes of Qwen3. 30b-a3b has half of its layers. Requests of 8b-lora use ADAPTERS adapters in turns."""
+ADAPTERS, RANK = 4, 16
 ENGINES: dict[str, dict[str, str]] = {
     "stock": {},
     "samebits": {},
@@ -93,9 +114,41 @@ def randomise(worker: Any) -> int:
     return int(config.num_blocks * config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
+def save_adapters(folder: Path, shape: dict[str, Any]) -> list[Path]:
+    """Random adapters of all layers, as PEFT saves them."""
+    from safetensors.torch import save_file
+
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    q, kv = (shape[f"num_{kind}_heads"] * shape["head_dim"] for kind in ("attention", "key_value"))
+    layers = {
+        "self_attn.q_proj": (hidden, q),
+        "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (q, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    names = [name.rpartition(".")[2] for name in layers]
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": names}
+    paths = [folder / f"{i}" for i in range(ADAPTERS)]
+    for path in paths:
+        path.mkdir()
+        tensors = {}
+        for i in range(shape["num_hidden_layers"]):
+            for name, (inputs, outputs) in layers.items():
+                for part, size in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
+                    key = f"base_model.model.model.layers.{i}.{name}.lora_{part}.weight"
+                    tensors[key] = (0.02 * torch.randn(size)).to(torch.bfloat16)
+        save_file(tensors, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text(json.dumps(config))
+    return paths
+
+
 def serve(engine: str, model: str) -> dict[str, Any]:
     """Starts an engine in a process of its own, and measures it from here."""
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     more: dict[str, Any] = {}
     if engine == "invariant":
@@ -107,6 +160,8 @@ def serve(engine: str, model: str) -> dict[str, Any]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
+        if model.endswith("-lora"):
+            more |= {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": RANK}
         llm = LLM(
             folder,
             load_format="dummy",
@@ -120,6 +175,11 @@ def serve(engine: str, model: str) -> dict[str, Any]:
     took = time.perf_counter() - started
     (cached,) = llm.collective_rpc(randomise)
     draw = random.Random(0)
+    kept = tempfile.TemporaryDirectory()
+    adapters: list[Any] = []
+    if model.endswith("-lora"):
+        folders = save_adapters(Path(kept.name), MODELS[model])
+        adapters = [LoRARequest(f"{i}", i, f"{path}") for i, path in enumerate(folders, 1)]
 
     def generate(rows: int, prompt: int, sampled: int) -> float:
         """Seconds."""
@@ -129,8 +189,9 @@ def serve(engine: str, model: str) -> dict[str, Any]:
         sampling = SamplingParams(
             temperature=1.0, max_tokens=sampled, ignore_eos=True, detokenize=False, logprobs=0
         )
+        lora: Any = [adapters[i % ADAPTERS] for i in range(rows)] if adapters else None
         start = time.perf_counter()
-        llm.generate(prompts, sampling, use_tqdm=False)
+        llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
         return time.perf_counter() - start
 
     def rounds(run: Callable[[], float]) -> list[float]:

@@ -7,6 +7,9 @@ process of its own samples answers to prompts of 1 to 7,300 tokens, half of whic
 chunks, and prefixes are cached. The cache is too small for all rows: the engine preempts some and computes
 them again. Then `transformers` computes every token's log-prob in one forward over prompt and answer, in
 padded batches. The models run side by side.
+
+With --models qwen3_moe,gpt_oss,qwen3_lora it writes vllm_bits_breadth.json: mixtures of experts, and requests
+that use ADAPTERS adapters in turns, or none. Adapters are not merged.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,8 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from benchmarks.record import arguments, environment, save
 
@@ -84,6 +89,37 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Configurations by the type of model."""
+_EXPERTS = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 4,
+    "tie_word_embeddings": False,
+}
+BREADTH: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _EXPERTS
+    | {"head_dim": 128, "moe_intermediate_size": 384, "num_experts": 64, "norm_topk_prob": True},
+    "gpt_oss": _EXPERTS
+    | {
+        "head_dim": 64,
+        "intermediate_size": 1024,
+        "num_local_experts": 32,
+        "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "qwen3_lora": MODELS["qwen3"],
+}
+"""What is beside dense models. With "_lora", the model has adapters."""
+ADAPTERS, RANK, SCALING = 4, 16, 1.5
+"""Of models with adapters: how many, and what each is."""
 
 
 def build(kind: str, folder: str) -> None:
@@ -92,7 +128,8 @@ def build(kind: str, folder: str) -> None:
 
     auto: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **_COMMON | MODELS[kind])
+    shape = _COMMON | (MODELS | BREADTH)[kind]
+    config = transformers.AutoConfig.for_model(kind.removesuffix("_lora"), **shape)
     model = auto.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -101,6 +138,56 @@ def build(kind: str, folder: str) -> None:
             elif "embed" not in name:
                 p.mul_(1.5)
     model.save_pretrained(folder)
+    if kind.endswith("_lora"):
+        for adapter in range(ADAPTERS):
+            save_adapter(model, Path(folder, f"adapter{adapter}"))
+
+
+def save_adapter(model: nn.Module, folder: Path) -> None:
+    """A random adapter of all linear layers but the head, as PEFT saves it."""
+    from safetensors.torch import save_file
+
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and "head" not in n}
+    tensors = {}
+    for name, m in layers.items():
+        for part, shape in (("A", (RANK, m.in_features)), ("B", (m.out_features, RANK))):
+            key = f"base_model.model.{name}.lora_{part}.weight"
+            tensors[key] = (0.05 * torch.randn(shape)).to(torch.bfloat16)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": SCALING * RANK,
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def use_adapter(model: nn.Module, folder: Path) -> list[Any]:
+    """Adds an adapter's products as PEFT does. Returns handles that remove them."""
+    from safetensors.torch import load_file
+
+    tensors = {k: t.cuda() for k, t in load_file(folder / "adapter_model.safetensors").items()}
+
+    def added(a: Tensor, b: Tensor) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+            return out + functional.linear(functional.linear(args[0], a), b) * SCALING
+
+        return hook
+
+    handles = []
+    for name, m in model.named_modules():
+        parts = [tensors.get(f"base_model.model.{name}.lora_{part}.weight") for part in "AB"]
+        if parts[0] is not None and parts[1] is not None:
+            handles.append(m.register_forward_hook(added(parts[0], parts[1])))
+    return handles
+
+
+def adapter_of(request: int) -> int | None:
+    """Which adapter a request uses, if the model has any."""
+    return None if request % (ADAPTERS + 1) == ADAPTERS else request % (ADAPTERS + 1)
 
 
 def requests(tokens: int) -> list[list[int]]:
@@ -118,9 +205,14 @@ def requests(tokens: int) -> list[list[int]]:
 def serve(folder: str, tokens: int) -> dict[str, Any]:
     """Samples in an engine. Returns answers and their log-probs, and what the engine counted."""
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     import samebits.vllm
 
+    adapted = Path(folder, "adapter0").exists()
+    more: dict[str, Any] = samebits.vllm.options()
+    if adapted:
+        more |= {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": RANK}
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
@@ -134,14 +226,18 @@ def serve(folder: str, tokens: int) -> dict[str, Any]:
         enable_prefix_caching=True,
         disable_log_stats=False,
         seed=0,
-        **samebits.vllm.options(),
+        **more,
     )
     sampling = SamplingParams(
         temperature=1.0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=0
     )
     prompts: Any = [{"prompt_token_ids": p} for p in requests(tokens)]
     start = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    adapters: Any = [adapter_of(i) if adapted else None for i in range(len(prompts))]
+    adapters = [
+        None if a is None else LoRARequest(f"{a}", a + 1, str(Path(folder, f"adapter{a}"))) for a in adapters
+    ]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters if adapted else None)
     took = time.perf_counter() - start
     counted = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     llm.llm_engine.engine_core.shutdown()
@@ -171,7 +267,26 @@ def replay(folder: str, sequences: list[list[int]], answers: list[int]) -> list[
         folder, dtype=torch.bfloat16, attn_implementation="samebits"
     )
     model = model.cuda().eval()
-    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    if not Path(folder, "adapter0").exists():
+        found = _replayed(model, sequences, answers, range(len(sequences)))
+        return [found[i] for i in range(len(sequences))]
+    found = {}
+    for adapter in (*range(ADAPTERS), None):
+        handles = [] if adapter is None else use_adapter(model, Path(folder, f"adapter{adapter}"))
+        own = [i for i in range(len(sequences)) if adapter_of(i) == adapter]
+        found |= _replayed(model, sequences, answers, own)
+        for handle in handles:
+            handle.remove()
+    return [found[i] for i in range(len(sequences))]
+
+
+def _replayed(
+    model: Any, sequences: list[list[int]], answers: list[int], which: Sequence[int]
+) -> dict[int, Tensor]:
+    """Those of some of the sequences."""
+    import samebits
+
+    order = sorted(which, key=lambda i: len(sequences[i]))
     found: dict[int, Tensor] = {}
     while order:
         most = max(1, 16384 // len(sequences[order[-1]]))
@@ -188,7 +303,7 @@ def replay(folder: str, sequences: list[list[int]], answers: list[int]) -> list[
                 targets = torch.tensor(sequences[i][-answers[i] :], device="cuda")
                 logp = logits[row, last].float().log_softmax(-1)
                 found[i] = logp.gather(-1, targets[:, None])[:, 0].cpu()
-    return [found[i] for i in range(len(sequences))]
+    return found
 
 
 def compare(kind: str, tokens: int) -> dict[str, Any]:
@@ -262,7 +377,7 @@ def main() -> None:
             print(data["cases"][-1], flush=True)
     cases = data["cases"]
     Console(width=130).print(show(data))
-    save(options.out, "vllm_bits.json", data)
+    save(options.out, "vllm_bits.json" if {*kinds} <= {*MODELS} else "vllm_bits_breadth.json", data)
     if any(case["differing"] for case in cases):
         raise SystemExit("bits differ")
 

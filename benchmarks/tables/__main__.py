@@ -63,7 +63,10 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "vllm.json": {"vllm": models.gpu_vllm},
     "vllm_1.7b.json": {"vllm-small": models.gpu_vllm},
     "trl_vllm.json": {"trl-vllm": models.gpu_trl_vllm},
+    "vllm_30b-a3b.json": {"vllm-experts": models.gpu_vllm},
+    "vllm_8b-lora.json": {"vllm-lora": models.gpu_vllm},
     "vllm_bits.json": {"vllm-bits": models.gpu_vllm_bits},
+    "vllm_bits_breadth.json": {"vllm-bits-breadth": models.gpu_vllm_bits},
     "unaligned.json": {"unaligned": products.gpu_unaligned},
     "verify.json": {"verify": proofs.gpu_verify},
 }
@@ -92,6 +95,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mode-reported": mode.mode_reported,
     "mode-internals": mode.mode_internals,
     "tuned-tables": tuning.tuned_tables,
+    "vllm-covered": engines.vllm_covered,
     "vllm-native": engines.vllm_native,
     "vllm-versions": engines.vllm_versions,
     "fused-architectures": partial(block_of, "cpu", "fusion.json", models.fused),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.tables.text import table
-from samebits.vllm.proven import NATIVE, TESTED
+from samebits.vllm.proven import COVERED, NATIVE, TESTED
 
 
 def vllm_native() -> str:
@@ -12,3 +12,7 @@ def vllm_native() -> str:
 
 def vllm_versions() -> str:
     return table(["vLLM", "PyTorch", "tested on"], ((v, *where) for v, (_, *where) in TESTED.items()))
+
+
+def vllm_covered() -> str:
+    return table(["", "0.32.0 on CPUs, in CI", "0.26.0 on GPUs"], COVERED)

@@ -54,20 +54,27 @@ def check_length(config: Any, longest: int) -> None:
 
 @torch.no_grad()
 def table(
-    module: nn.Module, positions: int, dtype: torch.dtype, device: torch.device, layer_type: str | None = None
+    module: nn.Module,
+    positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layer_type: str | None = None,
+    angles: int | None = None,
 ) -> Tensor:
-    """Cosines, then sines, of positions from 0 on: ``[positions, rotated]``.
+    """Cosines, then sines, of positions from 0 on: ``[positions, 2 * angles]``.
 
     Args:
         module: from :func:`rotary_module`. It is moved to the device.
         layer_type: where the model has frequencies by the type of a layer.
+        angles: half of the entries that are turned, where a module may give each angle once, as GPT-OSS's.
+            None: it gives each twice.
     """
     at = torch.arange(positions, device=device)[None]
     x = torch.empty(1, dtype=dtype, device=device)
     by_type = "layer_type" in inspect.signature(module.forward).parameters
     cos, sin = module.to(device)(x, at, *((layer_type,) if by_type else ()))
-    half = cos.shape[-1] // 2
-    return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1)
+    angles = angles or cos.shape[-1] // 2
+    return torch.cat([cos[0, :, :angles], sin[0, :, :angles]], -1)
 
 
 def on_the_cpu(model: nn.Module) -> None:

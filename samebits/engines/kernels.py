@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import precompile, runtime
+from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
 
-__all__ = ["loaded", "make_ready", "products", "row_counts"]
+__all__ = ["grouped", "loaded", "make_ready", "products", "row_counts"]
 
 
 def row_counts(most: int) -> list[int]:
@@ -42,6 +43,23 @@ def products(weights: Sequence[Tensor], most: int) -> list[Callable[[], object]]
         for w in kinds.values()
         for n in row_counts(most)
     ]
+
+
+def grouped(weights: Sequence[Tensor], most: int, slots: int) -> list[Callable[[], object]]:
+    """Calls of :func:`samebits.grouped_mm` with each kind of ``weight[experts, K, N]``.
+
+    Args:
+        most: tokens, each of which goes to `slots` experts.
+    """
+    kinds = {(w.shape, w.stride(), w.dtype): w for w in weights}
+    calls: list[Callable[[], object]] = []
+    for w in kinds.values():
+        x = w.new_zeros(most * slots, w.shape[1])
+        experts = torch.arange(1, len(w) + 1, device=w.device)
+        for n in row_counts(most):
+            ends = (experts * (n * slots) // len(w)).to(torch.int32)
+            calls.append(partial(grouped_mm, x[: n * slots], w, ends))
+    return calls
 
 
 @torch.no_grad()

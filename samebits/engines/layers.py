@@ -27,9 +27,13 @@ def keep_weights(self: Any, layer: nn.Module) -> None:
 
 
 def rms_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Llama's norm, with the sum before it where there is a residual."""
+    """Llama's norm, with the sum before it where there is a residual.
+
+    A layer may have ``samebits_rounding = "once"``, as GPT-OSS rounds.
+    """
     weight = self.weight.data if self.has_weight else None
-    return add_rms_norm(x, residual, weight, self.variance_epsilon)
+    rounding: Any = getattr(self, "samebits_rounding", "twice")
+    return add_rms_norm(x, residual, weight, self.variance_epsilon, rounding=rounding)
 
 
 def gemma_rms_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -15,7 +15,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.v1.attention.backend import AttentionType
 
 from samebits.engines.refusals import RefusedError
+from samebits.vllm import lora
 from samebits.vllm.attention import PagedAttention
+from samebits.vllm.experts import replaced
 from samebits.vllm.proven import NATIVE
 
 __all__ = ["check_config", "check_model"]
@@ -38,6 +40,9 @@ _KNOWN = {f"vllm.model_executor.layers.{m}.{name}" for m, names in _LAYERS.items
 
 _LATER = "run it without samebits; it is not covered yet"
 
+_PROPOSERS = "ngram", "draft_model"
+"""Of speculative decoding. What they propose is judged by the model's own log-probs."""
+
 _ODDITIES = {
     "ada_rms_norm_t_cond": "norms that depend on a condition",
     "dual_chunk_attention_config": "attention in two chunks",
@@ -52,6 +57,7 @@ def check_config(config: Any) -> None:
     Raises:
         RefusedError: it names the option.
     """
+    lora.check_config(config)
     for what, reason, remedy in _found(config):
         raise RefusedError(what, reason, remedy)
 
@@ -64,14 +70,12 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
             "quantised products have other bits than a 16-bit trainer's",
             "give a checkpoint in bfloat16, float16 or float32",
         )
-    if config.lora_config is not None:
-        yield (
-            "enable_lora",
-            "an adapter's products are added in another order than PEFT's",
-            "merge the adapter on the trainer's side, and load the merged weights",
-        )
-    if config.speculative_config is not None:
-        yield "speculative_config", "its proposals run in another model", _LATER
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method not in _PROPOSERS:
+        only = f"proposals by {' or '.join(_PROPOSERS)} alone are covered"
+        yield f"speculative_config of method {speculative.method!r}", only, "choose one of these"
+    if speculative is not None and getattr(speculative, "rejection_sample_method", "standard") != "standard":
+        yield "rejection_sample_method", "its tokens are not the target's", "do not set it"
     for name in (
         *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"),
         *("prefill_context_parallel_size", "data_parallel_size"),
@@ -84,9 +88,8 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
     if model.is_multimodal_model:
         yield "a multimodal model", "images, audio and their encoders are not covered", _LATER
     if model.use_mla:
-        yield "MLA", "its absorbed form sums otherwise than the expanded one of transformers", _LATER
-    if model.is_moe:
-        yield "a mixture of experts", "routers and experts are not covered", _LATER
+        reason = "its absorbed form sums otherwise than the expanded one of transformers"
+        yield "MLA", reason, "set VLLM_MLA_DISABLE=1 before the process starts"
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         yield "layers with a recurrent state", "only attention is covered", _LATER
     if getattr(config, "watermark_config", None) is not None:
@@ -108,33 +111,56 @@ def check_model(model: nn.Module, config: Any) -> None:
     Raises:
         RefusedError: it names the layer.
     """
-    native = NATIVE.get(type(model).__name__)
+    architecture = type(model).__name__
+    native = NATIVE.get(architecture)
     models = "vllm.model_executor.models"
     if native is not None and type(model).__module__ in {f"{models}.{m}" for m in native}:
         origins = (*(f"{models}.{m}" for m in native), "torch.nn.modules.container")
+        if said := _ignored(architecture, config.model_config.hf_text_config):
+            what, reason = f"{said} in the model's configuration", "vLLM's own class ignores it"
+            raise RefusedError(what, reason, 'give model_impl="transformers"')
     elif f"{type(model).__module__}.".startswith(f"{models}.transformers."):
         origins = (f"{models}.transformers", "transformers", "torch.nn")
     else:
         raise RefusedError(
-            f"the architecture {type(model).__name__}",
+            f"the architecture {architecture}",
             f"of vLLM's own classes these are covered: {', '.join(NATIVE)}",
             'give model_impl="transformers"',
         )
+    unused = tuple(replaced(model))
     for name, layer in model.named_modules():
+        if any(f"{name}.".startswith(f"{other}.") for other in unused):
+            continue
         what = f"the layer {name or '(the model)'} of class {type(layer).__name__}"
         _check_class(what, layer, origins)
         if isinstance(layer, (LinearBase, VocabParallelEmbedding)):
             method = type(layer.quant_method)
             if method not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-                raise RefusedError(
-                    what, f"{method.__name__} computes its product", "load unquantised weights"
-                )
-        if getattr(layer, "sinks", None) is not None and not hasattr(layer, "impl"):
-            raise RefusedError(what, "it has attention sinks", _LATER)
+                reason = f"{method.__name__} computes its product"
+                raise RefusedError(what, reason, "load unquantised weights")
+        sinks = getattr(layer, "sinks", None)
+        if sinks is not None and getattr(getattr(layer, "attn", layer).impl, "sinks", None) is None:
+            raise RefusedError(what, "its attention does not know of its sinks", _LATER)
         if getattr(layer, "variance_size_override", None) is not None:
             raise RefusedError(what, "its norm is of a part of the row", _LATER)
         if hasattr(layer, "impl"):
             _check_attention(what, layer)
+
+
+def _ignored(architecture: str, config: Any) -> str | None:
+    """What vLLM's own class does not look at, and ``transformers`` does."""
+    if architecture == "OlmoeForCausalLM":
+        if config.rms_norm_eps != 1e-5:
+            return f"rms_norm_eps={config.rms_norm_eps}"
+        if config.clip_qkv is not None:
+            return f"clip_qkv={config.clip_qkv}"
+    if architecture == "Qwen3MoeForCausalLM" and config.use_sliding_window:
+        return "use_sliding_window"
+    if architecture == "GptOssForCausalLM":
+        windows = [kind == "sliding_attention" for kind in config.layer_types]
+        if windows != [i % 2 == 0 for i in range(len(windows))]:
+            return "layer_types that do not alternate"
+    return None
 
 
 def _check_class(what: str, layer: nn.Module, origins: tuple[str, ...]) -> None:

@@ -44,7 +44,8 @@ def _logits(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         logits = own(self, *args, **kwargs)
-        divisor = getattr(self, "samebits_divisor", None)
+        layer = getattr(self, "base_layer", self)  # where adapters have wrapped it
+        divisor = getattr(layer, "samebits_divisor", None)
         return logits if divisor is None or logits is None else logits / divisor
 
     forward.__wrapped__ = own  # type: ignore[attr-defined]

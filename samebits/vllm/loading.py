@@ -9,16 +9,20 @@ from typing import Any
 
 from torch import nn
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
+from vllm.v1.engine.core import EngineCore
 
 from samebits.engines import frequencies
 from samebits.engines.hooks import Hooks
 from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
 from samebits.mode.calls import outermost
-from samebits.vllm import sampling
+from samebits.vllm import lora, sampling
 from samebits.vllm.covered import check_model
+from samebits.vllm.experts import set_experts
+from samebits.vllm.proven import ROUNDED_ONCE
 from samebits.vllm.warmup import warm_up
 
 __all__ = ["install"]
@@ -30,9 +34,23 @@ def install(hooks: Hooks) -> None:
     hooks.replace(
         *(BaseModelLoader, "load_model", _load(own, hooks)), *("self", "vllm_config", "model_config")
     )
+    call = EngineCore.collective_rpc
+    hooks.replace(EngineCore, "collective_rpc", _with_reset(call), "self", "method")
     hooks.expect(rotary_embedding, "_ROPE_DICT")
     rotary_embedding._ROPE_DICT.clear()
     hooks.on_undo(rotary_embedding._ROPE_DICT.clear)
+
+
+def _with_reset(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, after which no cached prefix has keys of old weights."""
+
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        found = own(self, method, *args, **kwargs)
+        if method in ("reload_weights", "update_weights"):
+            self.reset_prefix_cache()
+        return found
+
+    return collective_rpc
 
 
 def _switch_mode(hooks: Hooks) -> None:
@@ -50,9 +68,13 @@ def _load(own: Callable[..., nn.Module], hooks: Hooks) -> Callable[..., nn.Modul
         rotary_embedding._ROPE_DICT.clear()  # models share no tables: they have this one's length
         if model_config.logprobs_mode.startswith("processed"):
             sampling.install_processed(hooks)
+        else:
+            sampling.install_raw(hooks)
         model = own(self, vllm_config, model_config, *args, **kwargs)
+        set_experts(model, model_config.hf_text_config)
         check_model(model, vllm_config)
         _set_frequencies(model, model_config)
+        _set_norms(model)
         _set_logits(model, model_config.hf_text_config)
         if current_platform.is_cuda():
             warm_up(model, vllm_config)
@@ -70,10 +92,17 @@ def _strict(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def strictly(*args: Any, **kwargs: Any) -> Any:
+        lora.begin_forward()
         with batch_invariant("error"):
             return call(*args, **kwargs)
 
     return strictly
+
+
+def _set_norms(model: nn.Module) -> None:
+    for module in model.modules():
+        if type(model).__name__ in ROUNDED_ONCE and isinstance(module, RMSNorm):
+            module.samebits_rounding = "once"
 
 
 def _set_logits(model: nn.Module, config: Any) -> None:
@@ -96,14 +125,14 @@ def _set_frequencies(model: nn.Module, model_config: Any) -> None:
     config = model_config.hf_text_config
     frequencies.check_length(config, model_config.max_model_len)
     frequencies.on_the_cpu(model)
-    own, tables, length = None, {}, model_config.max_model_len
+    own, tables, length, dtype = None, {}, model_config.max_model_len, model_config.dtype
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, RotaryEmbeddingBase):
             continue
         own = own or frequencies.rotary_module(config)
         layer, types = _LAYER.search(name), getattr(config, "layer_types", None)
         layer_type = types[int(layer[1])] if layer and types else None
-        key = length, module.cos_sin_cache.dtype, module.cos_sin_cache.device, layer_type
+        key = length, dtype, module.cos_sin_cache.device, layer_type, module.rotary_dim // 2
         if key not in tables:
             tables[key] = frequencies.table(own, *key)
         module.cos_sin_cache = tables[key]

@@ -60,16 +60,22 @@ def enable(*, any_version: bool = False) -> None:
             "install one of these, or allow it: samebits.vllm.options(any_version=True), or"
             f" {ANY_VERSION}=1, and prove it on your model: samebits parity MODEL --engine vllm",
         )
-    from samebits.vllm import attention, layers, loading, sampling, unfused
+    from samebits.vllm import attention, experts, layers, loading, lora, sampling, unfused
 
     hooks = new_hooks()
     try:
-        for part in (layers, attention, sampling, unfused, loading):
+        for part in (layers, experts, lora, attention, sampling, unfused, loading):
             part.install(hooks)
     except BaseException:
         hooks.undo()
         raise
-    for name, value in ((ASKED, "1"), (ANY_VERSION, "1" if any_version else "0")):
+    environment = {
+        ASKED: "1",
+        ANY_VERSION: "1" if any_version else "0",
+        # Its absorbed form sums otherwise than transformers. Who sets it to 0 is refused by covered.py.
+        "VLLM_MLA_DISABLE": os.environ.get("VLLM_MLA_DISABLE", "1"),
+    }
+    for name, value in environment.items():
         hooks.on_undo(partial(_restore, name, os.environ.get(name)))
         os.environ[name] = value
     _state.hooks = hooks

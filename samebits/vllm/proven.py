@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["NATIVE", "TESTED"]
+__all__ = ["COVERED", "NATIVE", "ROUNDED_ONCE", "TESTED"]
 
 TESTED = {
     "0.26.0": ("cuda", "2.11", "an H200: CUDA graphs, the V2 model runner, chunks, prefixes, preemption"),
@@ -14,12 +14,38 @@ NATIVE = {
     "Gemma2ForCausalLM": ("gemma2",),
     "Gemma3ForCausalLM": ("gemma3",),
     "Glm4ForCausalLM": ("glm4", "llama"),
+    "Glm4MoeForCausalLM": ("glm4_moe",),
+    "GptOssForCausalLM": ("gpt_oss",),
     "GraniteForCausalLM": ("granite",),
+    "GraniteMoeForCausalLM": ("granitemoe",),
     "LlamaForCausalLM": ("llama",),
     "MistralForCausalLM": ("mistral", "llama"),
+    "MixtralForCausalLM": ("mixtral",),
+    "OlmoeForCausalLM": ("olmoe",),
     "Phi3ForCausalLM": ("phi3", "llama"),
     "Qwen2ForCausalLM": ("qwen2",),
     "Qwen3ForCausalLM": ("qwen3", "qwen2"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe",),
 }
 """Architectures that vLLM's own classes run, and the modules of ``vllm.model_executor.models`` that hold
 them. All others run as ``model_impl="transformers"``."""
+
+ROUNDED_ONCE = ("GptOssForCausalLM",)
+"""Those of them whose norms ``transformers`` rounds after the weight, not before."""
+
+COVERED = (
+    ("dense decoders", "yes", "yes"),
+    ("mixtures of experts", "yes", "not run"),
+    ("MLA, as expanded keys and values", "yes", "not run"),
+    ("adapters (LoRA), several in a batch", "yes", "not run"),
+    ("chunked prefill, prefix cache, preemption, `n > 1`", "yes", "yes"),
+    ("log-probs of prompts", "yes", "not run"),
+    ("`processed_logprobs` with a temperature, top-k, top-p", "yes", "not run"),
+    ("penalties, logit biases, `min_p`: raw log-probs", "yes", "not run"),
+    ("structured outputs: raw log-probs", "yes", "not run"),
+    ("speculation by n-grams or a draft model", "yes", "not run"),
+    ("new weights by `load_weights` and `reload_weights`", "yes", "by TRL"),
+    ("sleep mode, weights by NCCL or IPC handles", "vLLM has none", "not run"),
+)
+"""What was compared with ``transformers``, every token with the same bits: on CPUs with 0.32.0, on GPUs with
+0.26.0."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.model_executor.models.transformers import base, fuser
+from vllm.model_executor.models.transformers.fusers.moe import MoEBlockFuser
 
 from samebits.engines.hooks import Hooks
 
@@ -19,6 +20,8 @@ def install(hooks: Hooks) -> None:
     """Leave modules as they are, but for linear layers, embedding and attention."""
     # It would change the class of the model for the trainer in this process, too. Nothing is compiled.
     hooks.replace(base.Base, "_decorate_for_torch_compile", _nothing, "self")
+    # Experts alone are vLLM's then, and these experts.py replaces.
+    hooks.replace(MoEBlockFuser, "match", staticmethod(_none), "moe_block", "experts_name")
     if hasattr(fuser, "FUSERS"):
         from vllm.model_executor.models.transformers.fusers import AttentionFuser
 
@@ -35,7 +38,7 @@ def _itself(module: Any) -> Any:
     return module
 
 
-def _none(module: Any) -> None:
+def _none(*args: Any) -> None:
     return None
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from samebits.engines.kernels import make_ready, products
+from samebits.engines.kernels import grouped, make_ready, products
 from samebits.vllm.attention import PagedAttention
+from samebits.vllm.experts import weights_of
 
 __all__ = ["warm_up"]
 
@@ -29,9 +30,15 @@ def warm_up(model: nn.Module, config: Any) -> None:
     """
     scheduler = config.scheduler_config
     tokens, sequences = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    layers = [m.weight for m in model.modules() if isinstance(m, LinearBase)]
+    layers: dict[torch.dtype, list[Tensor]] = {}  # routers may be in float32
+    for m in model.modules():
+        if isinstance(m, LinearBase):
+            layers.setdefault(m.weight.dtype, []).append(m.weight)
     heads = [m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)]  # one may be tied
-    make_ready(products(layers, tokens) + products(heads, max(sequences, _PROMPT_ROWS)))
+    dense = [call for of in layers.values() for call in products(of, tokens)]
+    make_ready(dense + products(heads, max(sequences, _PROMPT_ROWS)))
+    if experts := weights_of(model):
+        make_ready(grouped(experts, tokens, config.model_config.hf_text_config.num_experts_per_tok))
     make_ready([*_attention(model, config, tokens, sequences)])
 
 

@@ -63,14 +63,14 @@ def _overrides_once() -> None:
 
 @pytest.fixture
 def engine(folders: Callable[[str], Path], _overrides_once: None) -> Iterator[Engine]:
-    """Makes one engine, of a model's name and arguments of ``LLM``. It is shut down after the test."""
+    """Makes one engine, of a model's name or folder, and arguments of ``LLM``. It ends with the test."""
     import torch
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     import samebits.vllm
 
-    def start(name: str, **options: Any) -> Any:
+    def start(name: str | Path, **options: Any) -> Any:
         defaults: dict[str, Any] = {
             "dtype": "bfloat16",
             "skip_tokenizer_init": True,
@@ -81,7 +81,8 @@ def engine(folders: Callable[[str], Path], _overrides_once: None) -> Iterator[En
             "enable_prefix_caching": False,
             "disable_log_stats": True,
         }
-        return LLM(str(folders(name)), **defaults | samebits.vllm.options() | options)
+        folder = name if isinstance(name, Path) else folders(name)
+        return LLM(str(folder), **defaults | samebits.vllm.options() | options)
 
     try:
         yield start
@@ -96,16 +97,17 @@ def prompts(count: int, shortest: int, longest: int, seed: int = 0) -> list[list
     return [[draw.randrange(1, 319) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
 
 
-def generate(llm: Any, ids: list[list[int]], **options: Any) -> Any:
+def generate(llm: Any, ids: list[list[int]], lora_request: Any = None, **options: Any) -> Any:
     """Outputs with the log-probs of sampled tokens."""
     from vllm import SamplingParams
 
     defaults: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
     params = SamplingParams(detokenize=False, **defaults | options)
-    return llm.generate([{"prompt_token_ids": p} for p in ids], params, use_tqdm=False)
+    asked = [{"prompt_token_ids": p} for p in ids]
+    return llm.generate(asked, params, use_tqdm=False, lora_request=lora_request)
 
 
-def trainer(folder: Path) -> Any:
+def trainer(folder: Path, **options: Any) -> Any:
     """The model of ``transformers``, as a trainer has it."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -114,5 +116,5 @@ def trainer(folder: Path) -> Any:
 
     samebits.transformers.register()
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="samebits"
+        folder, dtype=torch.bfloat16, attn_implementation="samebits", **options
     ).eval()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 128,
     "intermediate_size": 192,
@@ -25,6 +25,18 @@ SMALL = {
 }
 MIXED = ["sliding_attention", "full_attention"]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 128}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GROUPS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 NO_HEAD: dict[str, Any] = {"head_dim": None}
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -66,7 +78,55 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", "Olmo2", NO_HEAD),
     "starcoder2": ("Starcoder2", "Starcoder2", NO_HEAD),
-    "mixtral": ("Mixtral", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": ("Mixtral", "Mixtral", MIXTRAL),
+    "qwen3_moe": ("Qwen3Moe", "Qwen3Moe", {"norm_topk_prob": True, "mlp_only_layers": [0], **EXPERTS}),
+    "olmoe": ("Olmoe", "Olmoe", NO_HEAD | {"num_experts": 8, "num_experts_per_tok": 2}),
+    "granite_moe": (
+        *("GraniteMoe", "GraniteMoe"),
+        NO_HEAD
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.11,
+        },
+    ),
+    "gpt_oss": (
+        *("GptOss", "GptOss"),
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "layer_types": MIXED,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "truncate": False, **YARN},
+        },
+    ),
+    "glm4_moe": (
+        *("Glm4Moe", "Glm4Moe"),
+        {
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "moe_intermediate_size": 64,
+            **GROUPS,
+        },
+    ),
+    "deepseek_v3": (
+        *("DeepseekV3", "DeepseekV3"),
+        NO_HEAD
+        | {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "moe_intermediate_size": 64,
+            **GROUPS,
+        },
+    ),
 }
 
 
@@ -96,3 +156,17 @@ def build(name: str, seed: int = 0) -> Any:
 def save(name: str, folder: Path, seed: int = 0) -> Path:
     build(name, seed).save_pretrained(folder)
     return folder
+
+
+TOKENS = [*sorted(chr(c) for c in range(33, 127)), *(f"<{i}>" for i in range(SMALL["vocab_size"] - 94))]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of single characters, for what needs one."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(TOKENS)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[-1]).save_pretrained(folder)

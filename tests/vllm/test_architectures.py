@@ -10,11 +10,12 @@ import pytest
 from tests.vllm.conftest import Engine, generate, prompts, trainer
 
 NATIVE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "glm4", "granite"]
+EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "granite_moe", "gpt_oss", "glm4_moe"]
 OTHERS = ["olmo2", "starcoder2"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NATIVE + OTHERS)
+@pytest.mark.parametrize("name", NATIVE + EXPERTS + OTHERS)
 def test_bits_of_the_trainer(name: str, engine: Engine, folders: Callable[[str], Path]) -> None:
     from samebits.vllm.check import replayed
 
@@ -27,7 +28,7 @@ def test_bits_of_the_trainer(name: str, engine: Engine, folders: Callable[[str],
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "granite"])
+@pytest.mark.parametrize("name", ["gemma2", "granite", "gpt_oss", "deepseek_v3"])
 def test_native_architectures_run_by_transformers_code_too(
     name: str, engine: Engine, folders: Callable[[str], Path]
 ) -> None:

@@ -17,7 +17,12 @@ from samebits.engines.refusals import RefusedError
 from tests.vllm.conftest import Engine, generate
 
 MODULES = [
+    "vllm.lora.lora_model",
+    "vllm.lora.lora_weights",
+    "vllm.lora.model_manager",
+    "vllm.lora.punica_wrapper.punica_cpu",
     "vllm.model_executor.layers.activation",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
     "vllm.model_executor.layers.layernorm",
     "vllm.model_executor.layers.linear",
     "vllm.model_executor.layers.logits_processor",
@@ -26,10 +31,14 @@ MODULES = [
     "vllm.model_executor.model_loader.base_loader",
     "vllm.model_executor.models.transformers.base",
     "vllm.model_executor.models.transformers.fuser",
+    "vllm.model_executor.models.transformers.fusers.moe",
     "vllm.v1.attention.backends.registry",
+    "vllm.v1.engine.core",
     "vllm.v1.sample.ops.topk_topp_sampler",
     "vllm.v1.sample.sampler",
     "vllm.v1.worker.gpu.sample.gumbel",
+    "vllm.v1.worker.gpu.structured_outputs",
+    "vllm.v1.worker.gpu_model_runner",
     "vllm.v1.worker.gpu.sample.logprob",
     "vllm.v1.worker.gpu.sample.sampler",
     "vllm.v1.worker.gpu.sample.states",
@@ -57,6 +66,7 @@ def test_every_hook_is_undone() -> None:
     hooks = plugin._state.hooks
     assert hooks is not None
     sampling.install_processed(hooks)
+    sampling.install_raw(hooks)
     changed = {k for k, v in attributes().items() if before.get(k) is not v}
     assert len(changed) > 15
     assert os.environ["SAMEBITS_VLLM"] == "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from tests.vllm.conftest import Engine, generate
     ("name", "options", "said"),
     [
         ("qwen3", {"quantization": "fp8"}, r"quantization='fp8': .*give a checkpoint in bfloat16"),
-        ("qwen3", {"enable_lora": True}, r"enable_lora: .*merge the adapter"),
         ("qwen3", {"compilation_config": {"mode": 3}}, r"compilation mode .*kernels of its own"),
-        ("mixtral", {}, r"a mixture of experts: routers and experts are not covered"),
+        ("mixtral", {"enable_lora": True}, r"enable_lora with a mixture of experts: .*merge the adapter"),
+        ("olmoe", {"hf_overrides": {"clip_qkv": 8.0}}, r"clip_qkv=8.0 .*give model_impl=.transformers"),
         ("olmo2", {"hf_overrides": {"llama_4_scaling": {"beta": 1}}}, r"llama_4_scaling in the model's"),
     ],
 )
@@ -70,6 +71,25 @@ def test_layers(loaded: tuple[Any, Any]) -> None:
             check_model(model, config)
         setattr(of, name, before)
     check_model(model, config)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"method": "eagle"}, r"method 'eagle': proposals by ngram or draft_model alone"),
+        ({"method": "ngram", "rejection_sample_method": "synthetic"}, r"rejection_sample_method: its tokens"),
+    ],
+)
+def test_speculation(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, str], said: str
+) -> None:
+    from samebits.vllm.covered import check_config
+
+    _, config = loaded
+    check_config(config)
+    monkeypatch.setattr(config, "speculative_config", SimpleNamespace(**options))
+    with pytest.raises(RefusedError, match=said):
+        check_config(config)
 
 
 def test_a_model_that_was_not_checked_does_not_run(loaded: tuple[Any, Any]) -> None:

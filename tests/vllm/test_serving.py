@@ -59,20 +59,26 @@ def test_preemption(engine: Engine, qwen3: Any, monkeypatch: pytest.MonkeyPatch)
     same(qwen3, outputs)
 
 
-@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
-def test_new_weights(model_impl: str, engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "model_impl"), [("qwen3", "auto"), ("qwen3", "transformers"), ("qwen3_moe", "auto")]
+)
+def test_new_weights(name: str, model_impl: str, engine: Engine, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
     from samebits.vllm.check import replayed
 
-    llm = engine("qwen3", model_impl=model_impl)
-    new = trainer(models.save("qwen3", tmp_path / "new", seed=1))
-    asked = prompts(3, 3, 30)
+    llm = engine(name, model_impl=model_impl, enable_prefix_caching=True, block_size=32)
+    new = trainer(models.save(name, tmp_path / "new", seed=1))
+    asked = prompts(3, 3, 60)
     assert not replayed(new, generate(llm, asked))
     core: Any = llm.llm_engine
     loaded = core.model_executor.driver_worker.get_model()
-    loaded.load_weights((name, t.clone()) for name, t in new.state_dict().items())
+    loaded.load_weights(load_file(tmp_path / "new" / "model.safetensors").items())
+    llm.reset_prefix_cache()
     same(new, generate(llm, asked))
+    assert max(o.num_cached_tokens for o in generate(llm, asked)) >= 32
     if model_impl == "auto":
-        newer = models.save("qwen3", tmp_path / "newer", seed=2)
+        newer = models.save(name, tmp_path / "newer", seed=2)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(newer)})
         same(trainer(newer), generate(llm, asked))
 
@@ -87,6 +93,54 @@ def test_processed_log_probs(engine: Engine, qwen3: Any) -> None:
         {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
     ):
         same(qwen3, generate(llm, asked, **distribution), **distribution)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculation(
+    method: str,
+    engine: Engine,
+    qwen3: Any,
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens that another model or the prompt proposed have the log-probs of this one."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    own, accepted = RejectionSampler.forward, []
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = own(self, *args, **kwargs)
+        accepted.append(int((out.sampled_token_ids >= 0).sum()) - len(out.sampled_token_ids))
+        return out
+
+    monkeypatch.setattr(RejectionSampler, "forward", forward)
+    how: dict[str, Any] = {"ngram": {"prompt_lookup_max": 2, "prompt_lookup_min": 1}}.get(
+        method, {"model": str(folders("qwen3"))}
+    )
+    llm = engine("qwen3", speculative_config={"method": method, "num_speculative_tokens": 3, **how})
+    asked = [2 * p for p in prompts(3, 5, 20)]
+    same(qwen3, generate(llm, asked, max_tokens=16, temperature=0.0))
+    same(qwen3, generate(llm, asked, max_tokens=16, prompt_logprobs=0))
+    assert sum(accepted) > 0
+
+
+def test_what_changes_the_choice_of_tokens(
+    engine: Engine, qwen3: Any, folders: Callable[[str], Path]
+) -> None:
+    """Raw log-probs are the model's, whatever of its distribution may be sampled."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    models.save_tokenizer(folders("qwen3"))
+    llm = engine("qwen3", skip_tokenizer_init=False)
+    asked = prompts(3, 3, 30)
+    same(qwen3, generate(llm, asked, logit_bias={7: 20.0, 9: 20.0}, min_p=0.1))
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": -1.0}
+    same(qwen3, generate(llm, asked, **penalties))
+    outputs = generate(llm, asked, structured_outputs=StructuredOutputsParams(regex="[ab]{9}"))
+    allowed = {models.TOKENS.index(c) for c in "ab"}
+    assert all({*o.outputs[0].token_ids} <= allowed for o in outputs)
+    same(qwen3, outputs)
 
 
 def test_an_engine_in_processes_of_its_own(

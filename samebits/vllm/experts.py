@@ -1,0 +1,190 @@
+"""Layers of experts: blocks of ``transformers`` on vLLM's weights.
+
+How a token finds its experts differs by family: the softmax or sigmoid and its dtype, groups, ties, what is
+renormalised and when. So that is not written again here. Each of vLLM's blocks calls one of ``transformers``
+that has no weights of its own. Its products are :func:`samebits.grouped_mm`. Nothing waits for the GPU, and
+CUDA graphs can take it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.models.transformers.moe import TransformersMoERunner
+
+from samebits.engines.hooks import Hooks
+from samebits.engines.layers import keep_weights
+from samebits.engines.refusals import RefusedError
+from samebits.ops.gated import gated
+from samebits.transformers import register
+
+__all__ = ["blocks", "install", "replaced", "set_experts", "weights_of"]
+
+_ROUTERS = "gate", "router"
+_SHARED = "shared_experts", "shared_expert"
+
+
+def install(hooks: Hooks) -> None:
+    """Leave the weights of experts as they were loaded."""
+    method = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
+    hooks.replace(method, "process_weights_after_loading", keep_weights, "self", "layer")
+
+
+def blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Blocks of experts, by name."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "experts", None), MoERunner):
+            yield name, module
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """``[experts, K, N]``, of all blocks."""
+    found = [m for _, block in blocks(model) for m in block.experts.modules() if isinstance(m, RoutedExperts)]
+    return [w.data.mT for m in found for w in (m.w13_weight, m.w2_weight)]
+
+
+def replaced(model: nn.Module) -> set[str]:
+    """Names of modules that do not run, as others do their work."""
+    found = set()
+    for name, block in blocks(model):
+        found.add(f"{name}.experts")
+        if not isinstance(block.experts, TransformersMoERunner):
+            found.update(f"{name}.{router}" for router in _ROUTERS if hasattr(block, router))
+    return found
+
+
+def set_experts(model: nn.Module, config: Any) -> None:
+    """Let all blocks of experts compute what those of ``transformers`` do.
+
+    Args:
+        config: of ``transformers``, for the text model.
+
+    Raises:
+        RefusedError: a block has no counterpart whose weights have the same shapes.
+    """
+    found = [*blocks(model)]
+    if not found:
+        return
+    own = [*_blocks_of_transformers(config)]
+    if len(own) != len(found):
+        raise RefusedError(
+            f"{len(found)} layers of experts",
+            f"the model of transformers has {len(own)} whose experts can be given weights",
+            "update transformers to a version whose experts are in one tensor",
+        )
+    for (name, block), by in zip(found, own, strict=True):
+        what = f"the layer {name} of class {type(block).__name__}"
+        _bind_experts(what, by.experts, block.experts)
+        if isinstance(block.experts, TransformersMoERunner):  # all else in the block is of transformers
+            block.experts.forward = by.experts.forward
+        else:
+            _bind_rest(what, by, block)
+            block.forward = _in_rows(by)
+            block.samebits_block = [by]  # in a list, so that it is no module of the model
+
+
+def _in_rows(block: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A block for ``[tokens, hidden]``."""
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        found = block(hidden_states[None])
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out.view(hidden_states.shape)
+
+    return forward
+
+
+def _blocks_of_transformers(config: Any) -> Iterator[Any]:
+    """The blocks of experts of a model without weights, in the order of its layers."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    config = copy.deepcopy(config)
+    config._experts_implementation = "samebits"
+    with torch.device("meta"):
+        kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        model = kind(config).eval()
+    for module in model.modules():
+        experts = getattr(module, "experts", None)
+        if experts is not None and hasattr(experts, "is_transposed"):
+            experts.config = config
+            yield module
+
+
+def _bind_experts(what: str, own: Any, runner: MoERunner) -> None:
+    (weights,) = (m for m in runner.modules() if isinstance(m, RoutedExperts))
+    if not own.has_gate or getattr(weights, "expert_map", None) is not None:
+        raise RefusedError(what, "its experts have no gate, or are not all here", "run it without samebits")
+    for name, theirs in (("gate_up_proj", "w13"), ("down_proj", "w2")):
+        weight = getattr(weights, f"{theirs}_weight")
+        _set(what, own, name, weight.mT if own.is_transposed else weight)
+        if own.has_bias:
+            _set(what, own, f"{name}_bias", getattr(weights, f"{theirs}_bias"))
+    activation = _activation(own)
+    if activation is not None:
+        own._apply_gate = activation
+
+
+def _activation(experts: Any) -> Callable[[Tensor], Tensor] | None:
+    """The gated activation in one kernel, with the same bits. None: as it is."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    of: dict[str, Any] = {"interleaved": not experts.is_concatenated}
+    if type(experts)._apply_gate is _default_apply_gate:
+        if not isinstance(experts.act_fn, nn.SiLU) and type(experts.act_fn).__name__ != "SiLUActivation":
+            return None
+        of["activation"] = "silu"
+    elif type(experts).__name__ == "GptOssExperts":
+        of |= {"activation": "gpt_oss", "limit": experts.limit, "alpha": experts.alpha}
+    else:
+        return None
+    return lambda x: gated(x, **of)
+
+
+def _bind_rest(what: str, own: nn.Module, block: nn.Module) -> None:
+    """The router and shared experts."""
+    for name in _ROUTERS:
+        if hasattr(own, name):
+            router = getattr(own, name)
+            theirs = next(getattr(block, n) for n in _ROUTERS if hasattr(block, n))
+            for key, _ in [*router.named_parameters(), *router.named_buffers()]:
+                _set(what, router, key, getattr(theirs, key, None))
+    for name in _SHARED:
+        if hasattr(own, name) and hasattr(block, name):
+            setattr(own, name, _Shared(getattr(block, name)))
+    left = [key for key, t in [*own.named_parameters(), *own.named_buffers()] if t.is_meta]
+    if left:
+        raise RefusedError(what, f"vLLM has no counterpart of {', '.join(left)}", "run it without samebits")
+
+
+class _Shared(nn.Module):
+    """vLLM's dense layer, whose products of gate and factor are one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+def _set(what: str, module: nn.Module, name: str, value: Any) -> None:
+    """Let a parameter or buffer be in vLLM's memory, into which it copies new weights, too."""
+    own = getattr(module, name)
+    if value is None or value.shape != own.shape:
+        found = "none" if value is None else f"one of {tuple(value.shape)}"
+        raise RefusedError(
+            what, f"expected {name} of {tuple(own.shape)}, and vLLM has {found}", "run it without samebits"
+        )
+    if name in module._buffers:
+        module._buffers[name] = value.data
+    else:  # vLLM's parameters are of classes of its own, whose functions the mode does not see
+        module._parameters[name] = nn.Parameter(value.data, requires_grad=False)
