@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from samebits.distributed._groups import ALONE, Group, agree, all_to_all, name_of, ranks
+from samebits.distributed._groups import ALONE, Group, agree, all_to_all, group_of, name_of, ranks
 from samebits.distributed.exchange import all_reduce, check_divides, finished, tree
 
 __all__ = ["GradientGroups", "OrderedReduceScatter", "ordered_hook"]
@@ -102,17 +104,47 @@ class OrderedReduceScatter:
         output_tensor.copy_(finished(sums, None, output_tensor.dtype, divisor))
 
 
+class _SumsOfGroups(OrderedReduceScatter):
+    """Float32 sums over the ranks of one group: what :class:`GradientGroups` takes from FSDP2."""
+
+    def __init__(self, ranks_of_group: list[int]) -> None:
+        self._ranks = ranks_of_group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if dtype != torch.float32:  # sums of few ranks would be rounded where those of many are not
+            raise TypeError(
+                "samebits.distributed.GradientGroups: expected FSDP2 to reduce gradients in float32, got"
+                f" {dtype}: give fully_shard a MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        if dist.get_process_group_ranks(group) != self._ranks:
+            raise ValueError(
+                f"samebits.distributed.GradientGroups: group: expected the ranks that fully_shard splits"
+                f" parameters over, {dist.get_process_group_ranks(group)}, got {self._ranks} (replicas of"
+                " shards, HSDP, are not covered)"
+            )
+        super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
 class GradientGroups:
     """Gradients of groups of sequences, added so that the sum does not depend on the number of ranks.
 
-    The batch is cut into G groups of sequences. Every rank has G / T of them, in the order of ranks, and runs
-    a backward for each::
+    The batch is cut into G groups of sequences. Each of T ranks runs a backward for G / T of them::
 
-        gradients = samebits.distributed.GradientGroups(model.parameters(), groups=8)
-        for part in parts_of_this_rank:      # 8 / T of them
-            loss_of(model(part)).backward()  # no mean over the part's tokens: over the batch's
+        gradients = samebits.distributed.GradientGroups(model, groups=8)
+        for i in gradients.own:                  # the numbers of this rank's groups, in order
+            loss_of(model(parts[i])).backward()  # no mean over the part's tokens: over the batch's
             gradients.add()
-        gradients.reduce()                   # into .grad
+        gradients.reduce()                       # into .grad
         optimizer.step()
 
     The gradients of the groups are widened to float32 and added by the binary tree of
@@ -120,37 +152,86 @@ class GradientGroups:
     the end, to the dtype of ``.grad``. So 1, 2, 4, ... G ranks give the same bits. Memory: log2(G / T) + 1
     float32 copies of the gradients.
 
+    Where ``fully_shard`` (FSDP2) was called on modules of the model, each backward adds T groups, one of
+    every rank, into shards, and this takes the place of :class:`OrderedReduceScatter` on these modules. The
+    sum is not divided by the number of ranks. Parameters have to be float32, and ``reduce_dtype`` too;
+    ``param_dtype`` may have 16 bits.
+
     Args:
-        parameters: those that get gradients; the same on all ranks.
+        model: a module, or the parameters that get gradients; the same on all ranks. With FSDP2, a module.
         groups: G, a power of two that the number of ranks divides.
-        group: as in :func:`samebits.distributed.ordered_all_reduce`.
+        group: as in :func:`samebits.distributed.ordered_all_reduce`. With FSDP2, the ranks of its mesh.
+
+    Attributes:
+        own: the numbers of this rank's groups, 0 to G - 1, in the order of their backwards: neighbours, or
+            with FSDP2 every T-th one.
 
     Raises:
-        ValueError: G is no power of two, or the number of ranks does not divide it.
+        ValueError: G is no power of two, or the number of ranks does not divide it; or only some parameters
+            are sharded.
+        TypeError: a sharded parameter is not float32. In a backward: FSDP2 reduces another dtype.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], groups: int = 8, group: Group = None) -> None:
+    def __init__(self, model: nn.Module | Iterable[Tensor], groups: int = 8, group: Group = None) -> None:
         self._name = name_of("GradientGroups", group)
         if not isinstance(groups, int) or groups < 1 or groups & (groups - 1):
             raise ValueError(
                 f"samebits.distributed.GradientGroups: groups: expected a power of two, got {groups!r}"
             )
-        check_divides("GradientGroups", "groups", groups, ranks(self._name)[1], "ranks")
+        rank, size = ranks(self._name)
+        check_divides("GradientGroups", "groups", groups, size, "ranks")
+        parameters = model.parameters() if isinstance(model, nn.Module) else model
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._groups = groups
+        sharding = (
+            [m for m in model.modules() if isinstance(m, FSDPModule)] if isinstance(model, nn.Module) else []
+        )
+        self._sharded = any(isinstance(p, DTensor) for p in self._parameters) and self._shard(sharding)
+        self._groups, each = groups, groups // size
+        self.own = range(rank, groups, size) if self._sharded else range(rank * each, (rank + 1) * each)
         if self._parameters and self._name != ALONE:
             _agree_on_parameters(
-                f"GradientGroups({groups})", self._name, self._parameters[0], self._parameters
+                f"GradientGroups({groups})", self._name, _local(self._parameters[0]), self._parameters
             )
         self._added = 0
         self._sums: list[tuple[int, list[Tensor]]] = []  # groups in a sum, and the sum
+
+    def _shard(self, modules: list[FSDPModule]) -> bool:
+        """Let FSDP2 add the gradients of all ranks in float32. Returns True."""
+        if not modules:
+            raise ValueError(
+                "samebits.distributed.GradientGroups: model: expected the module that fully_shard was called"
+                " on, or one that contains it, for parameters that are DTensors"
+            )
+        size = ranks(self._name)[1]
+        for p in self._parameters:
+            if not isinstance(p, DTensor) or p.dtype != torch.float32:
+                kind = TypeError if isinstance(p, DTensor) else ValueError
+                raise kind(
+                    "samebits.distributed.GradientGroups: model: expected all parameters sharded by"
+                    f" fully_shard, and float32, got {type(p).__name__} of {p.dtype}, {tuple(p.shape)}"
+                )
+            split = [
+                n for n, at in zip(p.device_mesh.shape, p.placements, strict=True) if not at.is_replicate()
+            ]
+            if size not in split:
+                raise ValueError(
+                    "samebits.distributed.GradientGroups: group: expected the ranks of a dimension of the"
+                    f" mesh that parameters are split over, got {size} ranks and {p.device_mesh},"
+                    f" {p.placements} (replicas of shards, HSDP, are not covered)"
+                )
+        members = [0] if self._name == ALONE else dist.get_process_group_ranks(group_of(self._name))
+        for module in modules:
+            module.set_custom_reduce_scatter(_SumsOfGroups(members))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        return True
 
     def add(self) -> None:
         """Take what ``.grad`` of all parameters holds as the gradient of the next group, and clear it.
 
         A parameter without a gradient has one of zeros.
         """
-        most = self._groups // ranks(self._name)[1]
+        most = len(self.own)
         if self._added == most:
             raise RuntimeError(
                 f"samebits.distributed.GradientGroups: expected {most} groups of {self._groups} on this rank,"
@@ -169,20 +250,23 @@ class GradientGroups:
     def _take(p: Tensor) -> Tensor:
         grad, p.grad = p.grad, None
         if grad is None:
-            return torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-        return grad.to(torch.float32, copy=True)
+            return torch.zeros_like(_local(p), dtype=torch.float32)
+        return _local(grad).to(torch.float32, copy=True)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Write the sum over all groups of all ranks into ``.grad``, and begin anew."""
-        most = self._groups // ranks(self._name)[1]
-        if self._added != most:
+        if self._added != len(self.own):
             raise RuntimeError(
-                f"samebits.distributed.GradientGroups: expected {most} groups of {self._groups} on this rank,"
-                f" got {self._added}"
+                f"samebits.distributed.GradientGroups: expected {len(self.own)} groups of {self._groups} on"
+                f" this rank, got {self._added}"
             )
         ((_, sums),) = self._sums
         self._added, self._sums = 0, []
+        if self._sharded:
+            for p, total in zip(self._parameters, sums, strict=True):
+                p.grad = _as_sharded(finished(total, None, p.dtype), p)
+            return
         for some in _buckets(self._parameters):
             flat = torch.cat([sums[i].reshape(-1) for i in some])
             sums_of_ranks = all_reduce(flat, None, self._name, torch.float32)
@@ -190,6 +274,18 @@ class GradientGroups:
             for i, part in zip(some, parts, strict=True):
                 p = self._parameters[i]
                 p.grad = finished(part.view(p.shape), None, p.dtype)
+
+
+def _local(t: Tensor) -> Tensor:
+    """The tensor, or this rank's part of a DTensor."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _as_sharded(local: Tensor, like: Any) -> Tensor:
+    """A DTensor of which this is the rank's part, sharded as `like` is."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[int]]:

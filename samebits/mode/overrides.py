@@ -30,6 +30,7 @@ from samebits.ops.expand import expand, sum_over_broadcast
 from samebits.ops.layout import in_memory_order
 from samebits.ops.logsumexp import logsumexp
 from samebits.ops.norm import layer_norm, rms_norm
+from samebits.ops.norm_of_shards import is_sharded, norm_of_shards
 from samebits.ops.reduce import mean, sum
 from samebits.ops.rsqrt import rsqrt
 from samebits.ops.softmax import log_softmax, softmax
@@ -315,7 +316,14 @@ def _norm(
 ) -> Any:
     if order in _MAXIMA and not isinstance(order, bool):
         return theirs(x, order, dim=dim, keepdim=keepdim, dtype=dtype)
-    if order not in (None, "fro", 2, 1, 0) or isinstance(order, bool) or not takes(x):
+    if order not in (None, "fro", 2, 1, 0) or isinstance(order, bool):
+        return NotImplemented
+    if is_sharded(x):
+        wide = x if dtype is None else x.to(dtype)
+        recorded = torch.is_grad_enabled() and x.requires_grad
+        covered = order != 0 and dim is None and not keepdim and not recorded and takes(wide.to_local())
+        return norm_of_shards(wide, 1 if order == 1 else 2) if covered else NotImplemented
+    if not takes(x):
         return NotImplemented
     if order == 0 and records(x):
         return NotImplemented
@@ -346,6 +354,9 @@ def foreach_norm(self: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> A
     if ord in _MAXIMA:
         return torch._foreach_norm(self, ord, dtype=dtype)
     tensors = self if dtype is None else [x.to(dtype) for x in self]
+    if any(map(is_sharded, tensors)):
+        norms = [_norm(torch.linalg.vector_norm, x, ord, None, False, None) for x in tensors]
+        return NotImplemented if any(n is NotImplemented for n in norms) else norms
     if ord not in (0, 1, 2) or not takes(*self, *tensors) or (ord == 0 and any(map(records, tensors))):
         return NotImplemented
     if ord == 0:
