@@ -4,7 +4,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -195,7 +195,7 @@ class GradientGroups:
         self._added = 0
         self._sums: list[tuple[int, list[Tensor]]] = []  # groups in a sum, and the sum
 
-    def _shard(self, modules: list[FSDPModule]) -> bool:
+    def _shard(self, modules: Sequence[FSDPModule]) -> bool:
         """Let FSDP2 add the gradients of all ranks in float32. Returns True."""
         if not modules:
             raise ValueError(
@@ -221,7 +221,7 @@ class GradientGroups:
                 )
         members = [0] if self._name == ALONE else dist.get_process_group_ranks(group_of(self._name))
         for module in modules:
-            module.set_custom_reduce_scatter(_SumsOfGroups(members))
+            module.set_custom_reduce_scatter(cast(Any, _SumsOfGroups(members)))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         return True

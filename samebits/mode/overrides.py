@@ -319,7 +319,7 @@ def _norm(
     if order not in (None, "fro", 2, 1, 0) or isinstance(order, bool):
         return NotImplemented
     if is_sharded(x):
-        wide = x if dtype is None else x.to(dtype)
+        wide: Any = x if dtype is None else x.to(dtype)
         recorded = torch.is_grad_enabled() and x.requires_grad
         covered = order != 0 and dim is None and not keepdim and not recorded and takes(wide.to_local())
         return norm_of_shards(wide, 1 if order == 1 else 2) if covered else NotImplemented
