@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.v1.attention.backend import AttentionType
 
 from samebits.engines.refusals import RefusedError
-from samebits.vllm import lora
+from samebits.vllm import fp8, lora
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import replaced
 from samebits.vllm.proven import NATIVE
@@ -57,6 +57,7 @@ def check_config(config: Any) -> None:
     Raises:
         RefusedError: it names the option.
     """
+    fp8.check_config(config)
     lora.check_config(config)
     for what, reason, remedy in _found(config):
         raise RefusedError(what, reason, remedy)
@@ -64,12 +65,6 @@ def check_config(config: Any) -> None:
 
 def _found(config: Any) -> Iterator[tuple[str, str, str]]:
     model, parallel = config.model_config, config.parallel_config
-    if config.quant_config is not None or model.quantization is not None:
-        yield (
-            f"quantization={model.quantization!r}",
-            "quantised products have other bits than a 16-bit trainer's",
-            "give a checkpoint in bfloat16, float16 or float32",
-        )
     speculative = config.speculative_config
     if speculative is not None and speculative.method not in _PROPOSERS:
         only = f"proposals by {' or '.join(_PROPOSERS)} alone are covered"
@@ -135,7 +130,7 @@ def check_model(model: nn.Module, config: Any) -> None:
         _check_class(what, layer, origins)
         if isinstance(layer, (LinearBase, VocabParallelEmbedding)):
             method = type(layer.quant_method)
-            if method not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            if method not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, *fp8.METHODS):
                 reason = f"{method.__name__} computes its product"
                 raise RefusedError(what, reason, "load unquantised weights")
         sinks = getattr(layer, "sinks", None)

@@ -60,11 +60,11 @@ def enable(*, any_version: bool = False) -> None:
             "install one of these, or allow it: samebits.vllm.options(any_version=True), or"
             f" {ANY_VERSION}=1, and prove it on your model: samebits parity MODEL --engine vllm",
         )
-    from samebits.vllm import attention, experts, layers, loading, lora, sampling, unfused
+    from samebits.vllm import attention, experts, fp8, layers, loading, lora, sampling, unfused
 
     hooks = new_hooks()
     try:
-        for part in (layers, experts, lora, attention, sampling, unfused, loading):
+        for part in (layers, experts, fp8, lora, attention, sampling, unfused, loading):
             part.install(hooks)
     except BaseException:
         hooks.undo()

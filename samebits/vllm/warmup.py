@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from samebits.engines.kernels import grouped, make_ready, products
+from samebits.engines.kernels import grouped, make_ready, products, row_counts
+from samebits.vllm import fp8
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import weights_of
 
@@ -31,12 +32,23 @@ def warm_up(model: nn.Module, config: Any) -> None:
     scheduler = config.scheduler_config
     tokens, sequences = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     layers: dict[torch.dtype, list[Tensor]] = {}  # routers may be in float32
+    in_fp8: dict[tuple[int, int], Callable[[Tensor], object]] = {}
     for m in model.modules():
-        if isinstance(m, LinearBase):
+        if isinstance(m, LinearBase) and m.weight.dtype.itemsize > 1:
             layers.setdefault(m.weight.dtype, []).append(m.weight)
+        elif isinstance(m, LinearBase):
+            in_fp8[(m.weight.shape[0], m.weight.shape[1])] = partial(
+                fp8.product, m.weight.data, m.weight_scale_inv.data
+            )
     heads = [m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)]  # one may be tied
     dense = [call for of in layers.values() for call in products(of, tokens)]
     make_ready(dense + products(heads, max(sequences, _PROMPT_ROWS)))
+    if in_fp8:
+        x = torch.zeros(tokens * max(k for _, k in in_fp8), dtype=config.model_config.dtype, device="cuda")
+        counts = row_counts(tokens)
+        calls = [partial(f, x[: n * k].view(n, k)) for (_, k), f in in_fp8.items() for n in counts]
+        for _ in range(2):  # a call stops at the first kernel that is not loaded, and has two
+            make_ready(calls)
     if experts := weights_of(model):
         make_ready(grouped(experts, tokens, config.model_config.hf_text_config.num_experts_per_tok))
     make_ready([*_attention(model, config, tokens, sequences)])

@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}}),
     "qwen2": ("Qwen2", "Qwen2", NO_HEAD),
     "qwen3": ("Qwen3", "Qwen3", {}),
+    "qwen3_wide": ("Qwen3", "Qwen3", {"head_dim": 64, "intermediate_size": 256}),
     "mistral": ("Mistral", "Mistral", {"sliding_window": 16}),
     "gemma2": (
         *("Gemma2", "Gemma2"),

@@ -28,6 +28,8 @@ MODULES = [
     "vllm.model_executor.layers.logits_processor",
     "vllm.model_executor.layers.rotary_embedding.base",
     "vllm.model_executor.layers.vocab_parallel_embedding",
+    "vllm.model_executor.layers.quantization.fp8",
+    "vllm.model_executor.layers.quantization.online.fp8",
     "vllm.model_executor.model_loader.base_loader",
     "vllm.model_executor.models.transformers.base",
     "vllm.model_executor.models.transformers.fuser",

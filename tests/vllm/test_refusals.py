@@ -14,7 +14,7 @@ from tests.vllm.conftest import Engine, generate
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("qwen3", {"quantization": "fp8"}, r"quantization='fp8': .*give a checkpoint in bfloat16"),
+        ("qwen3", {"quantization": "fp8"}, r"quantization='fp8': .*quantization='fp8_per_block'"),
         ("qwen3", {"compilation_config": {"mode": 3}}, r"compilation mode .*kernels of its own"),
         ("mixtral", {"enable_lora": True}, r"enable_lora with a mixture of experts: .*merge the adapter"),
         ("olmoe", {"hf_overrides": {"clip_qkv": 8.0}}, r"clip_qkv=8.0 .*give model_impl=.transformers"),
