@@ -215,15 +215,20 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
             KEY,
         ),
     ),
-    "cross-entropy": (cross_entropy._operator, lambda: (t(6, 700), ids(6), -100, 1, KEY)),
-    "cross-entropy, float32": (cross_entropy._operator, lambda: (f(6, 700), ids(6), -100, 0, KEY)),
+    "cross-entropy": (cross_entropy._operator, lambda: (t(6, 700), ids(6), -100, 1, False, KEY)),
+    "cross-entropy, wide": (cross_entropy._operator, lambda: (t(6, 700), ids(6), -100, 1, True, KEY)),
+    "cross-entropy, float32": (cross_entropy._operator, lambda: (f(6, 700), ids(6), -100, 0, True, KEY)),
     "cross-entropy backward": (
         cross_entropy._gradient,
-        lambda: (t(1)[0], t(6, 700), ids(6), t(0), t(0), ids(1)[0], -100, 1, KEY),
+        lambda: (t(1)[0], t(6, 700), ids(6), t(0), t(0), ids(1)[0], -100, 1, False, KEY),
+    ),
+    "cross-entropy backward, wide": (
+        cross_entropy._gradient,
+        lambda: (f(1)[0], t(6, 700), ids(6), f(6), f(6), ids(1)[0], -100, 1, True, KEY),
     ),
     "cross-entropy backward, float32": (
         cross_entropy._gradient,
-        lambda: (f(6), f(6, 700), ids(6), f(6), f(6), ids(0), -100, 0, KEY),
+        lambda: (f(6), f(6, 700), ids(6), f(6), f(6), ids(0), -100, 0, True, KEY),
     ),
     "linear_logp": (
         linear_logp._operator,
