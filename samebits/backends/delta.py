@@ -39,7 +39,7 @@ class Delta:
         beta: float32 ``[tokens, heads]``. None: no delta rule, the state gets the values as they are.
         initial: float32 ``[sequences, heads, key size, value size]``: matrices that sequences start from.
         spans: int32 ``[sequences, 2]``, contiguous: the first token of each sequence, and the one after the
-            last.
+            last. ``[sequences, 0]``: they are side by side, of one length, and nothing was to be computed.
         scale: of the results; a float32.
         contract: key of the contract, without a backend.
     """
@@ -53,6 +53,13 @@ class Delta:
     spans: Tensor
     scale: float
     contract: str
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """`spans`, as numbers."""
+        if self.spans.shape[1]:
+            return [(start, stop) for start, stop in self.spans.tolist()]
+        length = self.q.shape[0] // max(1, len(self.spans))
+        return [(n * length, (n + 1) * length) for n in range(len(self.spans))]
 
     @property
     def by_channel(self) -> bool:

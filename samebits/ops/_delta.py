@@ -102,7 +102,8 @@ def _forward(
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     backend, x = _call(q, k, v, g, beta, initial, spans, scale, key)
-    out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    every = spans.shape[1] == 0  # token is one of a sequence, so its result is written
+    out = (torch.empty if every else torch.zeros)(v.shape, dtype=v.dtype, device=v.device)
     size = (len(spans), v.shape[1], q.shape[2], v.shape[2]) if closes else (0,)
     closed = torch.zeros(size, dtype=torch.float32, device=q.device)
     backend.forward(x, state, out, closed if closes else None)

@@ -260,7 +260,10 @@ def _spans(
     key_length: Tensor | None,
     key: Key,
 ) -> Tensor:
-    """The first token of each sequence and the one after its last, in the tokens of the whole batch."""
+    """The first token of each sequence and the one after its last, in the tokens of the whole batch.
+
+    Rows of a batch that are sequences need none: see :class:`samebits.backends.delta.Delta`.
+    """
     batch, tokens = q.shape[:2]
     if cu_seqlens is not None:
         _check_integers(op, "cu_seqlens", cu_seqlens, None, q)
@@ -273,6 +276,8 @@ def _spans(
         else:
             assert_cu_seqlens(op, cu_seqlens, tokens, key)
         return torch.stack([cu_seqlens[:-1], cu_seqlens[1:]], 1).to(torch.int32)
+    if key_start is None and key_length is None:
+        return q.new_empty((batch, 0), dtype=torch.int32)  # so a step of decoding is one launch
     rows = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None] * tokens
     start, stop = torch.zeros_like(rows), torch.full_like(rows, tokens)
     for name, t in (("key_start", key_start), ("key_length", key_length)):

@@ -193,13 +193,17 @@ def _run(
     strides += [n for t in (g, x.beta) for n in ((0, 0) if t is None else t.stride()[:2])]
     kernel.launch(
         (-(-size // schedule.tile), heads, sequences),
-        *map(address, (q, k, v, g, x.beta, initial, state, closed, out, x.spans, records)),
+        *map(address, (q, k, v, g, x.beta, initial, state, closed, out, _spans(x), records)),
         *strides,
         own.words if state is None else state.stride(0),
         *(own.offset(name) for name in ("matrix", "keys", "updates", "decays", "marks")),
         *(key_size, size, heads, heads // key_heads, tokens),
         x.scale,
     )
+
+
+def _spans(x: Delta) -> Tensor | None:
+    return x.spans if x.spans.shape[1] else None
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -363,7 +367,7 @@ def backward(
         own = layout("delta", heads, key_size, size, dtype, x.by_channel)
         closed = None if grad_closed is None else grad_closed.to(torch.float32).contiguous()
         sums = (new(q.shape), new(q.shape)) if group > 1 else (None, None)
-        tensors = (q, grad, x.beta, state, closed, records, dv, dq, dk, *sums, dg, dbeta, dinitial, x.spans)
+        tensors = (q, grad, x.beta, state, closed, records, dv, dq, dk, *sums, dg, dbeta, dinitial, _spans(x))
         given = (
             *map(address, tensors),
             *(n for t in (q, grad) for n in t.stride()[:2]),

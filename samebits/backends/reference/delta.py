@@ -21,7 +21,7 @@ def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) 
     """See :mod:`samebits.backends.delta`."""
     require_subnormals()
     rule = Rule(x)
-    for n, (start, stop) in enumerate(x.spans.tolist()):
+    for n, (start, stop) in enumerate(x.bounds()):
         rows = rule.rows(start, stop)
         chunk = rule.begin(n, state)
         done = 0
@@ -56,7 +56,7 @@ def backward(
         None if x.beta is None else zeros(heads, tokens),
     )
     initial = None if x.initial is None else zeros(x.initial.shape)
-    for n, (start, stop) in enumerate(x.spans.tolist()):
+    for n, (start, stop) in enumerate(x.bounds()):
         rows = rule.rows(start, stop)
         chunk, pieces, done = rule.begin(n, state), [], 0
         while done < rows.count:  # forward again, keeping each chunk

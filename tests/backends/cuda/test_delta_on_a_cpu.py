@@ -56,6 +56,27 @@ def test_forward(form: tuple[object, ...], schedule: kernels.Schedule) -> None:
         assert_same_bits(got, want)
 
 
+def test_sequences_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need no spans, forward and backward."""
+    monkeypatch.setattr(kernels, "choose", lambda *_: kernels.Schedule(16, 16, 4, 1))
+    x = operands((torch.float32, False, True, True, 1, 1, 16, 16))
+    tokens = torch.cat([torch.arange(begin, begin + 66) for begin in (2, 77)])
+    q, k, v, g, beta = (t[tokens] for t in (x.q, x.k, x.v, x.g, x.beta))  # type: ignore[index]
+    x = dataclasses.replace(x, q=q, k=k, v=v, g=g, beta=beta, initial=x.initial[:2])  # type: ignore[index]
+    told = dataclasses.replace(x, spans=torch.tensor([[0, 66], [66, 132]], dtype=torch.int32))
+    x = dataclasses.replace(x, spans=torch.empty(2, 0, dtype=torch.int32))
+    got, want = torch.full_like(v, torch.nan), torch.zeros_like(v)
+    reference.forward(told, None, want, None)
+    kernels.forward(x, None, got, None, kernels.Schedule(16, 16, 4, 1))
+    assert_same_bits(got, want)
+    for a, b in zip(
+        kernels.backward(x, None, want, None, GRADIENTS[0]),
+        reference.backward(told, None, want, None),
+        strict=True,
+    ):
+        assert_same_bits(a, b)
+
+
 @pytest.mark.parametrize("decays", [True, "channels"])
 def test_forward_where_all_decays(decays: object) -> None:
     """Rows that are not there come behind decays to nothing."""

@@ -546,8 +546,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
                       p.v + head * p.v_head + first_column,
                       p.g ? p.g + head * p.g_head : nullptr,
                       p.beta ? p.beta + head * p.beta_head : nullptr};
-    const int begin = min(max(p.spans[2 * sequence], 0), p.tokens);
-    const int end = min(max(p.spans[2 * sequence + 1], begin), p.tokens);
+    const Tokens mine(p.spans, sequence, gridDim.z, p.tokens);
+    const int begin = mine.begin, end = mine.end;
     float* state = p.state ? p.state + sequence * p.words : nullptr;
     const i64 own = i64(head) * p.key_size * p.size;   // of a matrix
     const int channels = BY_CHANNEL ? p.key_size : 1;  // of a row's decays

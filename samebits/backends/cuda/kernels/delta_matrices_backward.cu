@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Memory& m = *reinterpret_cast<Memory*>(bytes);
     const int tile = blockIdx.x, head = blockIdx.y, sequence = blockIdx.z;
     const int first_column = tile * TILE, columns = min(TILE, p.size - first_column);
-    const int begin = min(max(p.spans[2 * sequence], 0), p.tokens);
+    const int begin = Tokens(p.spans, sequence, p.sequences, p.tokens).begin;
     const i64 own = (i64(sequence) * p.heads + head) * p.key_size * p.size;  // of a matrix
 
     for (int x = threadIdx.x; x < KEY_SIZE * TILE; x += THREADS) {

@@ -342,13 +342,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int place = blockIdx.x, first_head = blockIdx.y * p.group;
 
     // The last sequence whose first chunk is not behind this one.
+    const auto begin_of = [&](int n) { return Tokens(p.spans, n, p.sequences, p.tokens).begin; };
     int sequence = 0;
     for (int beyond = p.sequences; beyond - sequence > 1;) {
         const int middle = (sequence + beyond) / 2;
-        const int begin = min(max(p.spans[2 * middle], 0), p.tokens);
-        (first_chunk(begin, middle) <= place ? sequence : beyond) = middle;
+        (first_chunk(begin_of(middle), middle) <= place ? sequence : beyond) = middle;
     }
-    const int chunk = place - first_chunk(min(max(p.spans[2 * sequence], 0), p.tokens), sequence);
+    const int chunk = place - first_chunk(begin_of(sequence), sequence);
     if (chunk < 0 || chunk >= Span(p, sequence, 0).chunks) return;
     const Span span(p, sequence, chunk);
     for (int head = first_head; head < first_head + p.group; ++head) {

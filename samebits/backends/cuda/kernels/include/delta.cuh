@@ -41,6 +41,16 @@ struct Record {
     }
 };
 
+// The tokens of a sequence. Without spans all have as many.
+struct Tokens {
+    int begin, end;
+    __device__ __forceinline__ Tokens(const int* spans, int sequence, int sequences, int tokens) {
+        const int each = tokens / sequences;
+        begin = spans ? min(max(spans[2 * sequence], 0), tokens) : sequence * each;
+        end = spans ? min(max(spans[2 * sequence + 1], begin), tokens) : begin + each;
+    }
+};
+
 // The place of a sequence's first chunk among those of all: no two sequences share one.
 __device__ __forceinline__ int first_chunk(int begin, int sequence) { return begin / CHUNK + 2 * sequence; }
 

@@ -22,8 +22,8 @@ struct Span {
     i64 token;  // of row 0, if that were one
 
     __device__ __forceinline__ Span(const Params& p, int sequence, int chunk) {
-        const int begin = min(max(p.spans[2 * sequence], 0), p.tokens);
-        const int end = min(max(p.spans[2 * sequence + 1], begin), p.tokens);
+        const Tokens mine(p.spans, sequence, p.sequences, p.tokens);
+        const int begin = mine.begin, end = mine.end;
         const int open = p.state ? min(max(int(p.state[sequence * p.words]), 0), CHUNK) % CHUNK : 0;
         chunks = begin < end ? (open + end - begin + CHUNK - 1) / CHUNK : 0;
         before = chunk ? 0 : open;
