@@ -1,10 +1,11 @@
 """Triton's kernels in its interpreter, on CPU tensors.
 
-TRITON_INTERPRET=1 python -m tests.backends.triton.interpreted PART
+TRITON_INTERPRET=1 python -m tests.backends.triton.interpreted PART [N]
 
-Prints how many results of a part had the bits of the reference. The interpreter's fma is a true one, so
-under FMA operands are of all kinds (bf16 it does not round as it should). Its dot adds in an order of its
-own, so under TENSOR_CORE they are numbers whose sums are exact in every order.
+Prints how many results of a part had the bits of the reference. With N, one of N cases of each loop runs,
+with every value in one of them (``tests.support.sampling``). The interpreter's fma is a true one, so under
+FMA operands are of all kinds (bf16 it does not round as it should). Its dot adds in an order of its own, so
+under TENSOR_CORE they are numbers whose sums are exact in every order.
 """
 
 from __future__ import annotations
@@ -40,10 +41,19 @@ from samebits.testing import KINDS, assert_same_bits, values
 from samebits.tools.verify import Report, reductions
 from tests.ops.test_logp import KINDS as KINDS_OF_LOGITS
 from tests.ops.test_logp import pieces, rows
+from tests.support.sampling import sample
 
 F32, F16 = torch.float32, torch.float16
 ON_HOPPER = TENSOR_CORE.on(HOPPER)
 LAYOUTS = ("plain", "transposed", "spread")
+parts = 1
+
+
+def some(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Their product, or one of `parts` of it."""
+    cases = [*itertools.product(*values)]
+    names = [dict(zip("abcd", case, strict=False)) for case in cases]
+    return [cases[i] for i in sorted(sample(names, parts, repr(len(cases))))]
 
 
 def whole(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -89,7 +99,7 @@ def check(
 def fma() -> int:
     count = 0
     layouts = itertools.cycle(itertools.product(LAYOUTS, LAYOUTS))
-    for kind, dtype, schedule in itertools.product(KINDS, (F32, F16), backend.FMA_SCHEDULES[1:]):
+    for kind, dtype, schedule in some(KINDS, (F32, F16), backend.FMA_SCHEDULES[1:]):
         a, b = values(kind, (2, 1, 17, 9), dtype, 0), values(kind, (2, 1, 9, 20), dtype, 1)
         acc, bias = values("normal", (2, 17, 20), F32, 2), values(kind, (20,), dtype, 3)
         acc[0, 0, 0] = -0.0
@@ -134,20 +144,18 @@ def wrong_spans() -> int:
 
 def tensor_core() -> int:
     count = 0
-    for layouts in itertools.product(LAYOUTS[:2], LAYOUTS[:2]):
-        for schedule in backend.MMA_SCHEDULES:
-            a, b = whole((2, 3, 24, 40), 0), whole((2, 3, 40, 72), 1)
-            count += check(
-                a, b, F32, backend.TENSOR_CORE, schedule, layouts, acc=whole((2, 24, 72), 2).float()
-            )
-            spans = torch.tensor([0, 5, 5, 22, 40])
-            count += check(a[:1, :1], b[:1, :1], F16, backend.TENSOR_CORE, schedule, layouts, spans=spans)
-        for tiles in backend.TILE_SCHEDULES:
-            a, b = whole((1, 1, 136, 72), 0), whole((1, 1, 72, 264), 1)
-            count += check(a, b, F16, backend.TENSOR_CORE_TILES, tiles, layouts, bias=whole((264,), 2))
-            if fits(tiles, 4, True, runtime.gpu(-1)):
-                acc = whole((1, 136, 264), 3).float()
-                count += check(a, b, F32, backend.TENSOR_CORE_TILES, tiles, layouts, acc=acc)
+    of_both = [*itertools.product(LAYOUTS[:2], LAYOUTS[:2])]
+    for layouts, schedule in some(of_both, backend.MMA_SCHEDULES):
+        a, b = whole((2, 3, 24, 40), 0), whole((2, 3, 40, 72), 1)
+        count += check(a, b, F32, backend.TENSOR_CORE, schedule, layouts, acc=whole((2, 24, 72), 2).float())
+        spans = torch.tensor([0, 5, 5, 22, 40])
+        count += check(a[:1, :1], b[:1, :1], F16, backend.TENSOR_CORE, schedule, layouts, spans=spans)
+    for layouts, tiles in some(of_both, backend.TILE_SCHEDULES):
+        a, b = whole((1, 1, 136, 72), 0), whole((1, 1, 72, 264), 1)
+        count += check(a, b, F16, backend.TENSOR_CORE_TILES, tiles, layouts, bias=whole((264,), 2))
+        if fits(tiles, 4, True, runtime.gpu(-1)):
+            acc = whole((1, 136, 264), 3).float()
+            count += check(a, b, F32, backend.TENSOR_CORE_TILES, tiles, layouts, acc=acc)
     return count
 
 
@@ -193,19 +201,19 @@ def compare(got: Sequence[Tensor], want: Sequence[Tensor], what: str) -> int:
 def operations() -> int:
     """The public operations on products, and their gradients."""
     count = 0
-    for name, (call, shapes) in OPERATIONS.items():
-        makes: list[tuple[Contract, Callable[..., Any]]] = [(ON_HOPPER, whole)]
-        makes += [
-            (FMA, lambda shape, seed, kind=kind, dtype=dtype: values(kind, shape, dtype, seed))
-            for kind in ("normal", "special", "brink")
-            for dtype in (F32, F16)
-        ]
-        for contract, make in makes:
-            inputs = [make(shape, seed) for seed, shape in enumerate(shapes)]
-            want = gradients(call, inputs, contract)
-            with by_triton():
-                got = gradients(call, inputs, contract)
-            count += compare(got, want, f"{name}, {contract}")
+    makes: list[tuple[Contract, Callable[..., Any]]] = [(ON_HOPPER, whole)]
+    makes += [
+        (FMA, lambda shape, seed, kind=kind, dtype=dtype: values(kind, shape, dtype, seed))
+        for kind in ("normal", "special", "brink")
+        for dtype in (F32, F16)
+    ]
+    for name, (contract, make) in some([*OPERATIONS], makes):
+        call, shapes = OPERATIONS[name]
+        inputs = [make(shape, seed) for seed, shape in enumerate(shapes)]
+        want = gradients(call, inputs, contract)
+        with by_triton():
+            got = gradients(call, inputs, contract)
+        count += compare(got, want, f"{name}, {contract}")
     return count
 
 
@@ -233,7 +241,7 @@ def segments() -> int:
 
 def given_logits() -> int:
     count = 0
-    for kind, vocabulary, dtype in itertools.product(KINDS_OF_LOGITS, (1, 200, 33 * 128 + 5), (F32, F16)):
+    for kind, vocabulary, dtype in some(KINDS_OF_LOGITS, (1, 200, 33 * 128 + 5), (F32, F16)):
         target = torch.tensor([0, vocabulary // 2, -100, vocabulary - 1, 0])
         grad = torch.tensor([1.0, -0.3, 1.0, 1e-3, -0.0])
 
@@ -391,5 +399,6 @@ PARTS = {
 }
 
 if __name__ == "__main__":
+    parts = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     with patched_once():
         print(sum(results() for results in PARTS[sys.argv[1]]))

@@ -521,14 +521,21 @@ def test_torch_compile_compiles_nothing_for_a_new_number_of_rows(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("part", "least"), [("products", 500), ("logp", 180), ("verification", 400)]
-)  # which run side by side
-def test_indices_in_the_interpreter(part: str, least: int) -> None:
+    ("part", "every", "least"),  # parts run side by side
+    [
+        ("products", 3, 180),
+        ("logp", 3, 90),
+        ("verification", 1, 400),
+        pytest.param("products", 1, 500, marks=pytest.mark.nightly),
+        pytest.param("logp", 1, 180, marks=pytest.mark.nightly),
+    ],
+)
+def test_indices_in_the_interpreter(part: str, every: int, least: int) -> None:
     triton = pytest.importorskip("triton")
     interpreter = importlib.import_module("triton._C.libtriton").interpreter
     if not hasattr(interpreter, "fma_fp32"):
         pytest.skip(f"in the interpreter of Triton {triton.__version__}, an fma rounds twice")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.backends.triton.interpreted", part]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.backends.triton.interpreted", part, str(every)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
