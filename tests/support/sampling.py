@@ -39,12 +39,12 @@ def sample(cases: Sequence[Mapping[str, Any]], parts: int, seed: str) -> set[int
 
 def left_for_the_night(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Those of `items` that only ``--nightly`` runs."""
+    here = [item for item in items if not item.get_closest_marker("gpu")]
+    left = {item for item in here if item.get_closest_marker("nightly")}
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
-    for item in items:
-        sampled = isinstance(item, pytest.Function) and item.get_closest_marker("sampled")
-        if sampled and not item.get_closest_marker("gpu"):
+    for item in here:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
             tests[item.nodeid.partition("[")[0]].append(item)
-    left = {item for item in items if item.get_closest_marker("nightly")}
     for name, cases in tests.items():
         (parts,) = cases[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
         kept = sample([case.callspec.params for case in cases], parts, name)
