@@ -55,7 +55,8 @@ def imported(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.long
 def test_every_module_can_be_imported_first() -> None:
     modules = [m for m in FILES if m != "samebits.__main__"]  # which runs the command line
-    for needed, own in {"triton": "samebits.backends.triton.", "vllm": "samebits.vllm."}.items():
+    optional = {"triton": "samebits.backends.triton.", "sglang": "samebits.sglang.", "vllm": "samebits.vllm."}
+    for needed, own in optional.items():
         if importlib.util.find_spec(needed) is None:
             modules = [m for m in modules if not m.startswith(own)]
     # Python imports the package before any of its modules. So those that it loads are imported first there.

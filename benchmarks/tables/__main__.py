@@ -95,6 +95,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mode-reported": mode.mode_reported,
     "mode-internals": mode.mode_internals,
     "tuned-tables": tuning.tuned_tables,
+    "sglang-native": engines.sglang_native,
+    "sglang-versions": engines.sglang_versions,
     "vllm-covered": engines.vllm_covered,
     "vllm-native": engines.vllm_native,
     "vllm-versions": engines.vllm_versions,

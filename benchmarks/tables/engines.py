@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.tables.text import table
+from samebits.sglang import proven as sglang
 from samebits.vllm.proven import COVERED, NATIVE, TESTED
 
 
@@ -16,3 +17,12 @@ def vllm_versions() -> str:
 
 def vllm_covered() -> str:
     return table(["", "0.32.0 on CPUs, in CI", "0.26.0 on GPUs"], COVERED)
+
+
+def sglang_native() -> str:
+    return ", ".join(f"`{name}`" for name in sglang.NATIVE)
+
+
+def sglang_versions() -> str:
+    header = ["SGLang", "device", "PyTorch", "tested on"]
+    return table(header, ((*of, *where) for of, where in sglang.TESTED.items()))

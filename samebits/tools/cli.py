@@ -55,6 +55,7 @@ class Verified(StrEnum):
 
 
 class InferenceEngine(StrEnum):
+    sglang = "sglang"
     vllm = "vllm"
 
 
@@ -286,7 +287,7 @@ def parity(
     """Whether an inference engine's log-probs are the trainer's, bit for bit, on a model of yours.
 
     The engine samples tokens under samebits. transformers replays them under samebits. At a difference, the
-    first module whose output differs is named.
+    first module whose output differs is named (for vLLM).
 
     Exit code: 0, no token differs; 1, some do; 2, it cannot run; 70, samebits itself failed.
     """

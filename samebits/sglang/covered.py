@@ -1,0 +1,161 @@
+"""What of SGLang keeps a trainer's bits: lists of what was proven. Anything else is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from torch import nn
+
+from samebits.engines.refusals import RefusedError
+from samebits.sglang.proven import NATIVE
+
+__all__ = ["check_arguments", "check_model"]
+
+_LAYERS = {
+    "activation": ("GeluAndMul", "SiluAndMul"),
+    "layernorm": ("Gemma3RMSNorm", "GemmaRMSNorm", "RMSNorm"),
+    "linear": (
+        *("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear"),
+        *("ReplicatedLinear", "RowParallelLinear"),
+    ),
+    "logits_processor": ("LogitsProcessor",),
+    "pooler": ("Pooler",),  # of embeddings, which are refused
+    "radix_attention": ("RadixAttention",),
+    "vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding"),
+}
+"""Classes of ``sglang.srt.layers``, by module. Rotary layers are told by what they inherit."""
+
+_KNOWN = {f"sglang.srt.layers.{m}.{name}" for m, names in _LAYERS.items() for name in names}
+
+_LATER = "run it without samebits; it is not covered yet"
+_ONE = "several engines of one GPU each sample as many tokens"
+_ORDER = "sums over GPUs have another order"
+_UNSET = "do not set it"
+
+_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "quantization": (
+        (None,),
+        "quantised products have other bits than a 16-bit trainer's",
+        "give a checkpoint in bfloat16, float16 or float32",
+    ),
+    "torchao_config": (("", None), "quantised products have other bits than a 16-bit trainer's", _UNSET),
+    "kv_cache_dtype": (("auto",), "a trainer keeps keys and values in its dtype", "give 'auto'"),
+    "enable_lora": (
+        (None, False),
+        "an adapter's products are added in another order than PEFT's",
+        "merge the adapter on the trainer's side, and load the merged weights",
+    ),
+    "lora_paths": ((None, [], {}), "an adapter's products are added in another order than PEFT's", _UNSET),
+    "speculative_algorithm": ((None,), "its proposals run in another model", _LATER),
+    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "dcp_size"), ((1,), _ORDER, _ONE)),
+    "enable_torch_compile": ((False,), "compiled code has kernels of its own", _UNSET),
+    "enable_deterministic_inference": ((False,), "samebits replaces the same operators", _UNSET),
+    "rl_on_policy_target": ((None,), "it has the bits of another trainer", "give 'samebits'"),
+    "enable_fp32_lm_head": ((False,), "the head of transformers computes in the model's dtype", _UNSET),
+    "disaggregation_mode": (("null",), "prefill and decoding in two engines are not tested", _LATER),
+    "enable_hierarchical_cache": ((False,), "its cache is not tested", _LATER),
+    "enable_two_batch_overlap": ((False,), "it cuts batches in two, which is not tested", _LATER),
+    "cpu_offload_gb": ((0, None), "weights that come and go are not tested", _LATER),
+    "dllm_algorithm": ((None,), "only causal models are covered", _LATER),
+    "enable_mis": ((False,), "items that are scored side by side are not covered", _LATER),
+    "is_embedding": ((False,), "only the log-probs of generated text are covered", _LATER),
+}
+"""Arguments of SGLang: what is covered, why nothing else is, and what to do."""
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse what a ``ServerArgs`` asks for and is not covered.
+
+    Raises:
+        RefusedError: it names the argument.
+    """
+    for name, (covered, reason, remedy) in _ARGUMENTS.items():
+        value = getattr(args, name, covered[0])
+        if value not in covered:
+            raise RefusedError(f"{name}={value!r}", reason, remedy)
+
+
+def check_model(model: nn.Module, config: Any, length: int) -> None:
+    """Refuse a model with a layer that is not covered.
+
+    Args:
+        config: of the ``transformers`` model.
+        length: the longest sequence that the engine allows.
+
+    Raises:
+        RefusedError: it names the layer.
+    """
+    native = NATIVE.get(type(model).__name__)
+    models = tuple(f"sglang.srt.models.{m}" for m in native or ())
+    if type(model).__module__ not in models:
+        raise RefusedError(
+            f"the architecture {type(model).__name__}", f"these are covered: {', '.join(NATIVE)}", _LATER
+        )
+    if getattr(config, "quantization_config", None):
+        raise RefusedError("quantization_config", *_ARGUMENTS["quantization"][1:])
+    for name, layer in model.named_modules():
+        what = f"the layer {name or '(the model)'} of class {type(layer).__name__}"
+        _check_class(what, layer, models)
+        if isinstance(layer, (LinearBase, VocabParallelEmbedding)):
+            method = type(layer.quant_method)
+            if method not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+                raise RefusedError(
+                    what, f"{method.__name__} computes its product", "load unquantised weights"
+                )
+            if isinstance(layer, VocabParallelEmbedding) and getattr(layer, "bias", None) is not None:
+                raise RefusedError(what, "SGLang does not add its bias", _LATER)
+        if getattr(layer, "variance_size_override", None) is not None:
+            raise RefusedError(what, "its norm is of a part of the row", _LATER)
+        if isinstance(layer, RadixAttention):
+            _check_attention(what, layer, config, length)
+
+
+def _check_class(what: str, layer: nn.Module, models: tuple[str, ...]) -> None:
+    kind = type(layer)
+    if isinstance(layer, RotaryEmbedding):
+        forms = "forward", "forward_native", "forward_cuda"
+        if any(getattr(kind, form) is not getattr(RotaryEmbedding, form) for form in forms):
+            raise RefusedError(what, "it turns queries and keys in a way of its own", _LATER)
+        return
+    own = kind.__module__ in (*models, "torch.nn.modules.container")
+    if not own and f"{kind.__module__}.{kind.__qualname__}" not in _KNOWN:
+        raise RefusedError(what, "it is on no list of what was proven", _LATER)
+
+
+def _check_attention(what: str, layer: RadixAttention, config: Any, length: int) -> None:
+    kinds = AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL  # which is causal without images
+    if layer.attn_type not in kinds or layer.is_cross_attention:
+        raise RefusedError(what, "it is not a decoder's attention", _LATER)
+    if layer.use_irope or layer.xai_temperature_len > 0 or layer.pos_encoding_mode != "NONE":
+        raise RefusedError(what, "its scores depend on positions", _LATER)
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        raise RefusedError(what, f"its scores are capped by {layer.logit_capping_method}", _LATER)
+    if layer.quant_method is not None or layer.k_scale is not None or layer.v_scale is not None:
+        raise RefusedError(what, "its keys and values are scaled", "give kv_cache_dtype='auto'")
+    own, expected = layer.sliding_window_size, _window(config, layer.layer_id)
+    shortest = min((n + 1 for n in (own, expected) if n >= 0), default=length)
+    if own != expected and shortest < length:
+        raise RefusedError(
+            what,
+            f"its window is {_said(own)}, and that of transformers {_said(expected)}",
+            f"give a context_length of at most {expected + 1}" if expected >= 0 else _LATER,
+        )
+
+
+def _window(config: Any, layer: int) -> int:
+    """How many keys a query of a layer sees before its own, in ``transformers``; -1 for all."""
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not window or (types is not None and types[layer] != "sliding_attention"):
+        return -1
+    if types is None and not getattr(config, "use_sliding_window", True):
+        return -1
+    return int(window) - 1
+
+
+def _said(left: int) -> str:
+    return f"{left + 1} keys" if left >= 0 else "not limited"

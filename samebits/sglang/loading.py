@@ -1,0 +1,110 @@
+"""What happens when SGLang has loaded a model, before it serves: it is checked, and made ready."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import nn
+
+from samebits.engines import frequencies
+from samebits.engines.hooks import Hooks
+from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
+from samebits.mode.calls import outermost
+from samebits.sglang.covered import check_arguments, check_model
+
+__all__ = ["install"]
+
+
+def install(hooks: Hooks) -> None:
+    """Check and prepare every model that is loaded from now on."""
+    hooks.replace(ModelRunner, "load_model", _load(ModelRunner.load_model, hooks), "self")
+    hooks.expect(factory, "_ROPE_DICT")
+    factory._ROPE_DICT.clear()
+    hooks.on_undo(factory._ROPE_DICT.clear)
+
+
+def _switch_mode(hooks: Hooks) -> None:
+    """Turn the mode on in this process, which runs the model. While the model runs, it is "error"."""
+    before = outermost.process
+    enable_batch_invariant_mode("ignore")
+    hooks.on_undo(
+        disable_batch_invariant_mode if before is None else partial(enable_batch_invariant_mode, before)
+    )
+
+
+def _load(own: Callable[[Any], None], hooks: Hooks) -> Callable[[Any], None]:
+    @functools.wraps(own)
+    def load_model(self: Any) -> None:
+        check_arguments(self.server_args)  # of a ServerArgs that was made before the hooks, too
+        _switch_mode(hooks)
+        factory._ROPE_DICT.clear()  # models share no tables: they have this one's length
+        own(self)
+        model, config = self.model, self.model_config.hf_text_config
+        length = self.model_config.context_len
+        check_model(model, config, length)
+        _set_frequencies(model, config, length)
+        _set_logits(model.logits_processor, config)
+        _round_scales(model)
+        if self.device == "cuda":
+            from samebits.sglang.warmup import warm_up
+
+            warm_up(model, self)
+        model.forward = _strict(model.forward)
+        model.samebits_checked = True
+
+    return load_model
+
+
+def _strict(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, in which an operator whose rows may depend on the batch is an error."""
+
+    @functools.wraps(call)
+    def strictly(*args: Any, **kwargs: Any) -> Any:
+        with batch_invariant("error"):
+            return call(*args, **kwargs)
+
+    return strictly
+
+
+def _set_logits(processor: Any, config: Any) -> None:
+    """Let logits be changed after the head as ``transformers`` does: see ``layers.py``."""
+    processor.samebits_divisor = getattr(config, "logits_scaling", None) or None
+    processor.samebits_soft_cap = processor.final_logit_softcapping
+    processor.final_logit_softcapping = processor.logit_scale = None
+
+
+def _round_scales(model: nn.Module) -> None:
+    """``transformers`` rounds what Gemma 3's embeddings are multiplied by to their dtype."""
+    for module in model.modules():
+        scale, weight = getattr(module, "embed_scale", None), getattr(module, "weight", None)
+        if isinstance(scale, float) and weight is not None:
+            module.embed_scale = float(torch.tensor(scale, dtype=weight.dtype))
+
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def _set_frequencies(model: nn.Module, config: Any, length: int) -> None:
+    """Give rotary layers the tables of ``transformers``."""
+    frequencies.check_length(config, length)
+    frequencies.on_the_cpu(model)
+    own, tables = None, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, RotaryEmbedding):
+            continue
+        own = own or frequencies.rotary_module(config)
+        layer, types = _LAYER.search(name), getattr(config, "layer_types", None)
+        layer_type = types[int(layer[1])] if layer and types else None
+        weight = next(model.parameters())
+        key = length, weight.dtype, weight.device, layer_type
+        if key not in tables:
+            tables[key] = frequencies.table(own, *key)
+        module.cos_sin_cache = tables[key]

@@ -1,0 +1,138 @@
+"""What is not covered is refused by name, before the engine serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from samebits.engines.refusals import RefusedError
+from tests.sglang.conftest import Start, arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"attention_backend": "torch_native"}, r"attention_backend='torch_native': .*do not set it"),
+        ({"cuda_graph_backend_prefill": "full"}, r"cuda_graph_backend_prefill='full': only decoding"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, r"kv_cache_dtype='fp8_e4m3': .*give 'auto'"),
+        ({"tp_size": 2}, r"tp_size=2: sums over GPUs"),
+        ({"enable_fp32_lm_head": True}, r"enable_fp32_lm_head=True: the head of transformers"),
+        ({"rl_on_policy_target": "fsdp"}, r"rl_on_policy_target='fsdp': it has the bits of another trainer"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_options(
+    options: dict[str, Any], said: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMEBITS_SGLANG", "1")
+    with pytest.raises(RefusedError, match=said):
+        arguments(folders("qwen3"), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("quantization", "fp8", r"quantization='fp8': .*give a checkpoint in bfloat16"),
+        ("enable_lora", True, r"enable_lora=True: .*merge the adapter"),
+        ("speculative_algorithm", "EAGLE", r"speculative_algorithm='EAGLE': its proposals"),
+        ("enable_torch_compile", True, r"enable_torch_compile=True: compiled code"),
+        ("enable_deterministic_inference", True, r"enable_deterministic_inference=True: samebits replaces"),
+        ("pp_size", 2, r"pp_size=2"),
+        ("disaggregation_mode", "prefill", r"disaggregation_mode='prefill'"),
+    ],
+)
+def test_arguments(name: str, value: Any, said: str, folders: Callable[[str], Path]) -> None:
+    """As SGLang has resolved them."""
+    from samebits.sglang.covered import check_arguments
+
+    args = arguments(folders("qwen3"))
+    check_arguments(args)
+    object.__setattr__(args, name, value)
+    with pytest.raises(RefusedError, match=said):
+        check_arguments(args)
+
+
+def test_every_argument_is_one_of_sglangs() -> None:
+    import dataclasses
+
+    from sglang.srt.server_args import ServerArgs
+
+    from samebits.sglang.covered import _ARGUMENTS
+
+    assert _ARGUMENTS.keys() - {field.name for field in dataclasses.fields(ServerArgs)} == set()
+
+
+def test_layers(start: Start) -> None:
+    """Each is changed, refused by its name, and changed back."""
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    from samebits.sglang.attention import SamebitsBackend
+    from samebits.sglang.covered import check_model
+
+    made = start("qwen3")
+    runner = made.runner
+    model, config = runner.model, runner.model_config.hf_text_config
+    check_model(model, config, 128)
+    layer = model.model.layers[1]
+
+    class Own(RMSNorm):  # type: ignore[misc]
+        pass
+
+    class Method:
+        pass
+
+    attention = layer.self_attn.attn
+    changes: list[tuple[Any, str, Any, str]] = [
+        (layer.input_layernorm, "__class__", Own, r"layers.1.input_layernorm of class Own: .*on no list"),
+        (layer.mlp.down_proj, "quant_method", Method(), r"layers.1.mlp.down_proj of class Row.*Method"),
+        (layer.self_attn.q_norm, "variance_size_override", 16, r"self_attn.q_norm .*a part of the row"),
+        (attention, "attn_type", AttentionType.ENCODER_ONLY, r"self_attn.attn .*not a decoder's"),
+        (attention, "k_scale", object(), r"self_attn.attn .*scaled"),
+        (attention, "sliding_window_size", 7, r"its window is 8 keys, and that of transformers not limited"),
+        (model, "__class__", type("GPT2LMHeadModel", (type(model),), {}), r"architecture GPT2LMHeadModel"),
+    ]
+    for of, name, value, said in changes:
+        before = getattr(of, name)
+        setattr(of, name, value)
+        with pytest.raises(RefusedError, match=said):
+            check_model(model, config, 128)
+        setattr(of, name, before)
+    check_model(model, config, 128)
+    model.samebits_checked = False
+    with pytest.raises(RefusedError, match="past the check"):
+        SamebitsBackend(runner)
+    model.samebits_checked = True
+    pool = SimpleNamespace(kv_cache_layout="nhd", is_quantized_kv_cache=False)
+    with pytest.raises(RefusedError, match="a cache of class SimpleNamespace"):
+        SamebitsBackend(SimpleNamespace(model=model, token_to_kv_pool=pool, page_size=16))
+
+
+def test_a_window_that_sglang_does_not_have(start: Start) -> None:
+    """Its Llama, which runs Mistral, knows no window."""
+    with pytest.raises(RefusedError, match=r"layers.0.self_attn.attn .*and that of transformers 16 keys"):
+        start("mistral")
+
+
+def test_uncovered_operators_are_errors(start: Start) -> None:
+    """While the model runs, PyTorch's own order of a sum is no option."""
+    import torch
+
+    import samebits
+
+    made = start("qwen3")
+    mlp = made.runner.model.model.layers[0].mlp
+    mlp.register_forward_hook(lambda module, args, out: out + torch.prod(out, -1, keepdim=True))
+    with pytest.raises(samebits.UncoveredError, match="prod"):
+        made.generate([[1, 2, 3]], new=1)
+
+
+def test_log_probs_must_be_asked_for() -> None:
+    from samebits.sglang.check import samples
+
+    with pytest.raises(ValueError, match="expected log-probs"):
+        samples([[1, 2]], [{"output_ids": [3], "meta_info": {}}])
