@@ -58,7 +58,7 @@ def tiny(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def environment(commit: str | None = None) -> dict[str, Any]:
     """Commit, machine, versions and date, without a host name. Without git, pass `commit`."""
-    packages = ("samebits", "torch", "numpy", "numba", "llvmlite", "mmasim", "transformers", "vllm")
+    packages = ("samebits", "torch", "numpy", "numba", "llvmlite", "mmasim", "transformers", "vllm", "sglang")
     return {
         "commit": commit or _commit(),
         "date": datetime.now(UTC).date().isoformat(),

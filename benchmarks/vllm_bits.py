@@ -306,8 +306,8 @@ def _replayed(
     return found
 
 
-def compare(kind: str, tokens: int) -> dict[str, Any]:
-    """The engine's bits and those of `transformers`, for one model."""
+def compare(kind: str, tokens: int, benchmark: str = "benchmarks.vllm_bits") -> dict[str, Any]:
+    """The engine's bits and those of `transformers`, for one model. The benchmark's ``--serve`` samples."""
     with tempfile.TemporaryDirectory() as folder:
         build(kind, folder)
         out = Path(folder, "found.json")
@@ -316,7 +316,7 @@ def compare(kind: str, tokens: int) -> dict[str, Any]:
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "HF_HUB_OFFLINE": "1",
         }
-        command = [sys.executable, "-m", "benchmarks.vllm_bits", "--serve", folder, str(tokens), str(out)]
+        command = [sys.executable, "-m", benchmark, "--serve", folder, str(tokens), str(out)]
         subprocess.run(command, env=os.environ | variables, check=True)
         found = json.loads(out.read_text())
         prompts = requests(tokens)

@@ -55,7 +55,7 @@ class _Step:
     table: Tensor
 
 
-class SamebitsBackend(AttentionBackend):  # type: ignore[misc]
+class SamebitsBackend(AttentionBackend):
     """Extend and decode, eager and in CUDA graphs. No step waits for the GPU.
 
     Args:

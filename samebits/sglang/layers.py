@@ -44,8 +44,8 @@ def install(hooks: Hooks) -> None:
         hooks.replace(layer, "forward", forward, "self")  # which would call a form for the platform
     for name in {name for names in NATIVE.values() for name in names}:
         importlib.import_module(f"sglang.srt.models.{name}")
-    turn = "q", "k", "cos", "sin"
-    hooks.replace(gemma3_causal, "apply_rotary_pos_emb", modeling_gemma3.apply_rotary_pos_emb, *turn)
+    turned = modeling_gemma3.apply_rotary_pos_emb  # SGLang turns in float32
+    hooks.replace(gemma3_causal, "apply_rotary_pos_emb", turned, "q", "k", "cos", "sin")
     _replace_everywhere(hooks, utils.apply_qk_norm, _head_norms, "q", "k", "q_norm", "k_norm", "head_dim")
     head = "self", "hidden_states", "lm_head", "embedding_bias"
     hooks.replace(logits_processor.LogitsProcessor, "_compute_lm_head", _logits, *head)

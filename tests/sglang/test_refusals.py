@@ -80,7 +80,7 @@ def test_layers(start: Start) -> None:
     check_model(model, config, 128)
     layer = model.model.layers[1]
 
-    class Own(RMSNorm):  # type: ignore[misc]
+    class Own(RMSNorm):
         pass
 
     class Method:
