@@ -150,4 +150,4 @@ class SamebitsBackend(AttentionBackend):
     def _pages(self, buffer: Tensor) -> Tensor:
         """``[pages, page, heads, size]`` of ``[slots, heads, size]``."""
         whole = len(buffer) // self.page * self.page
-        return buffer[:whole].unflatten(0, (-1, self.page))
+        return buffer[:whole].view(-1, self.page, *buffer.shape[1:])

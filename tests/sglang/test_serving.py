@@ -54,7 +54,7 @@ def same(model: Any, asked: list[list[int]], outputs: list[dict[str, Any]], **di
 
 
 def test_a_served_model(engine: Any, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """Chunked prefill, radix cache, more requests than run at once, temperatures, new weights; one engine for all."""
+    """Chunked prefill, radix cache, more requests than run at once, temperatures, new weights."""
     model = trainer(folders("qwen3"))
     draw = random.Random(5)
     head = [draw.randrange(1, 319) for _ in range(70)]
