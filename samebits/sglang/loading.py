@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,8 @@ def _set_logits(processor: Any, config: Any) -> None:
 
 def _round_scales(model: nn.Module) -> None:
     """``transformers`` rounds what Gemma 3's embeddings are multiplied by to their dtype."""
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         scale, weight = getattr(module, "embed_scale", None), getattr(module, "weight", None)
         if isinstance(scale, float) and weight is not None:
             module.embed_scale = float(torch.tensor(scale, dtype=weight.dtype))
