@@ -82,7 +82,7 @@ def test_forward_where_all_decays(decays: object) -> None:
     """Rows that are not there come behind decays to nothing."""
     x = operands((torch.bfloat16, True, True, decays, 1, 1, 16, 16))
     assert x.g is not None
-    x = dataclasses.replace(x, g=x.g * 100)
+    x = dataclasses.replace(x, g=x.g * 1000)
     got, want = (torch.full(x.v.shape, torch.nan, dtype=x.v.dtype) for _ in range(2))
     reference.forward(x, None, want, None)
     kernels.forward(x, None, got, None, kernels.Schedule(16, 64, 8, 1))
