@@ -519,9 +519,12 @@ def merged(path: Path, data: dict[str, Any]) -> dict[str, Any]:
 def save(path: Path, data: dict[str, Any], merge: bool) -> None:
     """Write results. Runs that merge into one file do so one after the other."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         write(path, merged(path, data) if merge else data)
+    finally:
+        os.close(folder)
 
 
 def positive(text: str) -> int:
