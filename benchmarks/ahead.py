@@ -83,7 +83,3 @@ def main() -> None:
         for gpu in GPUS:
             found = compile_for(gpu, RUNS[name], lines_of_progress(console))
             console.print(f"{name}, {gpu.name}: {found.needed} kernels, {found.missing} of them compiled now")
-
-
-if __name__ == "__main__":
-    main()

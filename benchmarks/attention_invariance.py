@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -218,33 +218,40 @@ def invariance(setups: tuple[Setup, ...], sizes: Sizes, device: str) -> list[dic
     return found
 
 
-def main() -> None:
-    parser = arguments(__doc__)
+def run(name: str, description: str | None, setups: Callable[[bool, str], list[dict[str, Any]]]) -> None:
+    """Compute the setups, which may be small, on a device; write the counts to ``<name>.json``.
+
+    Exits with 1 if any bits differ.
+    """
+    parser = arguments(description)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes")
     options = parser.parse_args()
     record = environment(options.commit)
     begin = time.perf_counter()
     small = options.device == "cpu"
-    setups = invariance(SMALL_SETUPS if small else SETUPS, SMALL if small else SIZES, options.device)
-    ways = [way for s in setups for way in s["ways"]]
+    found = setups(small, options.device)
+    ways = [way for s in found for way in s["ways"]]
     data = {
         "environment": record,
         "seconds": round(time.perf_counter() - begin, 1),
         "compared": sum(way["values"] for way in ways),
         "differing": sum(way["differing"] for way in ways),
-        "setups": setups,
+        "setups": found,
     }
-    for s in setups:
+    for s in found:
         for way in s["ways"]:
             if way["differing"]:
                 print(f"{way['differing']:,} of {way['values']:,} differ: {way['way']}, {s}")
     print(f"{data['compared']:,} values, {data['differing']:,} differ, {data['seconds']} s")
-    name = "attention_invariance.json"
-    out = options.out or RESULTS / "cpu" / name if small else results(options.out, name)
+    file = f"{name}.json"
+    out = options.out or RESULTS / "cpu" / file if small else results(options.out, file)
     if options.out or not small:
         write(out, data)
     sys.exit(bool(data["differing"]))
 
 
-if __name__ == "__main__":
-    main()
+def main() -> None:
+    def setups(small: bool, device: str) -> list[dict[str, Any]]:
+        return invariance(SMALL_SETUPS if small else SETUPS, SMALL if small else SIZES, device)
+
+    run("attention_invariance", __doc__, setups)

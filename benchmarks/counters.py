@@ -92,7 +92,7 @@ def main() -> None:
     profile = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
     profile += ["--kernel-name-base", "function", "--print-units", "base"]
     profile += ["--metrics", ",".join(METRICS.values())]
-    child = [sys.executable, "-m", "benchmarks.counters", "--run"]
+    child = [sys.executable, "-m", "benchmarks", "counters", "--run"]
     done = subprocess.run([*profile, *child], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"ncu: exit {done.returncode}\n{done.stdout[-2000:]}")
@@ -104,7 +104,3 @@ def main() -> None:
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     data = {"environment": record | {"multiprocessors": multiprocessors}, "cases": cases}
     save(options.out, "counters.json", data)
-
-
-if __name__ == "__main__":
-    main()

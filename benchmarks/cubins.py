@@ -80,7 +80,7 @@ def host() -> Any:
         "fma_sm90",
         "grouped_sm90",
         "grouped_terms_sm90",
-        "menu_sm90",
+        "kinds_sm90",
         "padded_sm90",
         "plan",
         "scaled_grouped_sm90",
@@ -212,7 +212,7 @@ def tensor_core_on_hopper(h: Any, layouts: Iterable[tuple[bool, ...]] = FLAGS) -
         # Beside those that kernels in segments are compiled with, the one that takes the most registers.
         every = [*EPILOGUES, {"out_dtype": F32, "bias_dtype": F32}]
         turns = itertools.cycle(every + RAGGED if a_mn and b_mn else every)
-        for i, s in enumerate(h.menu_sm90.catalogue(a_mn, b_mn)):
+        for i, s in enumerate(h.kinds_sm90.catalogue(a_mn, b_mn)):
             case = h.tensor_core_sm90.Sm90Variant(
                 **{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)}
             )
@@ -334,8 +334,8 @@ def whole_files(h: Any) -> Iterator[Kernel]:
     for arch in h.compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for n in (100, 2048, 40000):
-                for sharing in h.rows.sharings(n, x):
-                    yield h.rows.kernel_spec("row_sum", x, out, param, sharing), arch
+                for schedule in h.rows.schedules(n, x):
+                    yield h.rows.kernel_spec("row_sum", x, out, param, schedule), arch
             for vector in (1, 16 // x.itemsize):
                 yield h.rows.long_spec(x, out, vector), arch
         for grad, out, of in ((F16, BF16, F32), (BF16, F16, None), (F32, F32, BF16)):
@@ -448,7 +448,3 @@ def main() -> None:
         before = json.loads(options.against.read_text())
         before = {k: v for k, v in before.items() if options.only in k.partition(" ")[0]}
         sys.exit(not compare(before, found, chosen, console))
-
-
-if __name__ == "__main__":
-    main()

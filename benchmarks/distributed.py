@@ -257,7 +257,3 @@ def main() -> None:
     differing = data["llama"]["values that differ from one rank's"]
     dist.destroy_process_group()
     sys.exit(bool(differing))
-
-
-if __name__ == "__main__":
-    main()

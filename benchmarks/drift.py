@@ -56,7 +56,3 @@ def main() -> None:
         command = [sys.executable, "-m", "samebits", "audit", "demo", "--json", str(report)]
         subprocess.run(command, check=True)
         write(options.out, {"environment": record, **summary(json.loads(report.read_text()))})
-
-
-if __name__ == "__main__":
-    main()

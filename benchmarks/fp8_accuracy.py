@@ -77,7 +77,3 @@ def main() -> None:
     for case in cases:
         print(case)
     write(out, {"environment": environment(options.commit), "cases": cases})
-
-
-if __name__ == "__main__":
-    main()

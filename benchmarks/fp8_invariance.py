@@ -10,8 +10,6 @@ whole. Quantized operands and layers with their gradients are computed again, to
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,8 +21,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 import samebits
-from benchmarks.attention_invariance import Way, compare
-from benchmarks.record import RESULTS, arguments, environment, results, write
+from benchmarks.attention_invariance import Way, compare, run
 from samebits.ops._scaled import blocks
 from tests.support import scaled as second
 
@@ -268,32 +265,7 @@ def invariance(setups: tuple[Setup, ...], sizes: Sizes, device: str) -> list[dic
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes")
-    options = parser.parse_args()
-    record = environment(options.commit)
-    begin = time.perf_counter()
-    small = options.device == "cpu"
-    setups = invariance(SMALL_SETUPS if small else SETUPS, SMALL if small else SIZES, options.device)
-    ways = [way for s in setups for way in s["ways"]]
-    data = {
-        "environment": record,
-        "seconds": round(time.perf_counter() - begin, 1),
-        "compared": sum(way["values"] for way in ways),
-        "differing": sum(way["differing"] for way in ways),
-        "setups": setups,
-    }
-    for s in setups:
-        for way in s["ways"]:
-            if way["differing"]:
-                print(f"{way['differing']:,} of {way['values']:,} differ: {way['way']}, {s}")
-    print(f"{data['compared']:,} values, {data['differing']:,} differ, {data['seconds']} s")
-    name = "fp8_invariance.json"
-    out = options.out or RESULTS / "cpu" / name if small else results(options.out, name)
-    if options.out or not small:
-        write(out, data)
-    sys.exit(bool(data["differing"]))
+    def setups(small: bool, device: str) -> list[dict[str, Any]]:
+        return invariance(SMALL_SETUPS if small else SETUPS, SMALL if small else SIZES, device)
 
-
-if __name__ == "__main__":
-    main()
+    run("fp8_invariance", __doc__, setups)

@@ -9,21 +9,18 @@ with those of the code under the mode, bit for bit, before anything is timed.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import samebits
-from benchmarks.record import arguments, environment, lines_of_progress, save
-from samebits.backends.cuda import devices
-from samebits.backends.cuda.matmul import family
+from benchmarks.checked import l2_bytes, run
+from benchmarks.record import arguments
 from samebits.testing import assert_same_bits
 from samebits.tools.bench.clock import Race
 
@@ -160,21 +157,22 @@ def check(name: str, operands: Sequence[Tensor]) -> None:
         assert_same_bits(a.detach().contiguous(), b.detach().contiguous(), f"{name}, result {i}")
 
 
-def measure(name: str, n: int, l2_bytes: int) -> dict[str, Any]:
+def measure(case: tuple[str, int]) -> dict[str, Any]:
     """Times of a layer in microseconds, forward and forward with backward."""
+    name, n = case
     layer, unit = LAYERS[name], TOKENS * n * BF16.itemsize
     compiled = torch.compile(layer.theirs)
     found: dict[str, Any] = {"layer": name, "rows": TOKENS, "n": n}
     for what, passes in (("forward", layer.forward), ("both", layer.forward + layer.backward)):
         moved = passes * unit
-        count = max(1, min(8, math.ceil(3 * l2_bytes / moved)))
+        count = max(1, min(8, math.ceil(3 * l2_bytes() / moved)))
         sets = [layer.operands(n) for _ in range(count)]
         if what == "forward":
             check(name, sets[0])
         race = Race(max(4, min(100, math.ceil(1e-3 / max(moved / 3.5e12, 4e-6)))))
-        for who, run in (("samebits", layer.ours), ("torch", layer.theirs), ("compiled", compiled)):
+        for who, form in (("samebits", layer.ours), ("torch", layer.theirs), ("compiled", compiled)):
             with torch.no_grad() if what == "forward" else torch.enable_grad():
-                race.add(who, run if what == "forward" else both(run, layer.leaves), sets)
+                race.add(who, form if what == "forward" else both(form, layer.leaves), sets)
         halves = [(torch.empty(moved // 2, device=DEVICE, dtype=torch.uint8),) for _ in range(count)]
         race.add("copy", torch.clone, halves)
         found[what] = race.run(7)
@@ -196,26 +194,5 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one width of each")
     parser.add_argument("--only", action="append", choices=LAYERS, help="this layer; may be given again")
     options = parser.parse_args()
-    console = Console(width=120)
-    progress = lines_of_progress(console)
-    torch.manual_seed(0)
     cases = [c for c in CASES[1::3] if options.quick] or CASES
-    cases = [c for c in cases if not options.only or c[0] in options.only]
-    l2 = devices.device_info(torch.cuda.current_device()).l2_bytes
-    record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.on(family(0)).digest()}
-    data: dict[str, Any] = {"environment": record, "cases": [], "red": []}
-    for i, (name, n) in enumerate(cases):
-        progress(i / len(cases), f"{name}, {n}")
-        try:
-            data["cases"].append(measure(name, n, l2))
-        except AssertionError as error:
-            data["red"].append(str(error))
-    console.print(show(data))
-    for case in data["red"]:
-        console.print(f"RED {case}", style="red", highlight=False)
-    save(options.out, "fused.json", data)
-    sys.exit(bool(data["red"]))
-
-
-if __name__ == "__main__":
-    main()
+    run("fused", options, [c for c in cases if not options.only or c[0] in options.only], measure, show)

@@ -222,7 +222,3 @@ def _differ(a: Tensor, b: Tensor) -> int:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-if __name__ == "__main__":
-    main()

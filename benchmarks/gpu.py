@@ -38,7 +38,3 @@ def main() -> None:
     for case in data["red"]:
         console.print(f"RED {case}", style="red", highlight=False)
     sys.exit(bool(data["red"]))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,22 +7,20 @@ Every result is compared with the CPU reference, in some rows and columns, befor
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import samebits
-from benchmarks.record import arguments, environment, lines_of_progress, save
-from samebits.backends.cuda import devices
-from samebits.backends.cuda.matmul import family
+from benchmarks.checked import l2_bytes, run
+from benchmarks.record import arguments
 from samebits.backends.reference import grouped as reference
 from samebits.contract import resolve
 from samebits.testing import assert_same_bits
@@ -147,11 +145,17 @@ def check(x: Routed) -> None:
     assert_same_bits(got[some][:, columns].cpu(), want, "against the CPU reference")
 
 
-def measure(case: GroupedCase, weight: Tensor, l2_bytes: int) -> dict[str, Any]:
+@functools.lru_cache(maxsize=1)
+def weights(experts: int, n: int, k: int) -> Tensor:
+    return torch.randn((experts, n, k), device=DEVICE, dtype=BF16)
+
+
+def measure(case: GroupedCase) -> dict[str, Any]:
     """Times of a case in microseconds."""
+    weight = weights(case.experts, case.n, case.k)
     moved, operations = work(case, min(case.experts, case.rows))
     limit = max(moved / BYTES_A_SECOND, operations / OPERATIONS_A_SECOND)
-    count = max(1, min(8, math.ceil(3 * l2_bytes / moved)))
+    count = max(1, min(8, math.ceil(3 * l2_bytes() / moved)))
     choices = [routed(case, weight, seed) for seed in range(count)]
     check(choices[0])
     sets = [(x.a, x.b, x.offs, x.sequences) for x in choices]
@@ -191,36 +195,8 @@ def show(data: dict[str, Any]) -> Table:
     return table
 
 
-def run(cases: Sequence[GroupedCase], progress: Callable[[float, str], None]) -> dict[str, Any]:
-    torch.manual_seed(0)
-    l2 = devices.device_info(torch.cuda.current_device()).l2_bytes
-    data: dict[str, Any] = {"cases": [], "red": []}
-    weight = torch.empty(0)
-    for i, case in enumerate(cases):
-        progress(i / len(cases), str(case))
-        if weight.shape != (case.experts, case.n, case.k):
-            weight = torch.empty(0)
-            weight = torch.randn((case.experts, case.n, case.k), device=DEVICE, dtype=BF16)
-        try:
-            data["cases"].append(measure(case, weight, l2))
-        except AssertionError as error:
-            data["red"].append(f"{case}: {error}")
-    return data
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few cases")
     options = parser.parse_args()
-    console = Console(width=140)
-    record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.on(family(0)).digest()}
-    data = {"environment": record, **run(quick() if options.quick else CASES, lines_of_progress(console))}
-    console.print(show(data))
-    for case in data["red"]:
-        console.print(f"RED {case}", style="red", highlight=False)
-    save(options.out, "grouped.json", data)
-    sys.exit(bool(data["red"]))
-
-
-if __name__ == "__main__":
-    main()
+    run("grouped", options, quick() if options.quick else CASES, measure, show, width=140)

@@ -183,7 +183,3 @@ def all_times(of: Contest, early: dict[str, float]) -> dict[str, Any]:
 def sizes(work: str, s: Any) -> tuple[int, int, int]:
     """M, K and N of the linear layer whose product it is."""
     return {"forward": (s.m, s.k, s.n), "dX": (s.m, s.n, s.k), "dW": (s.k, s.n, s.m)}[work]
-
-
-if __name__ == "__main__":
-    main()

@@ -159,7 +159,3 @@ def main() -> None:
     Console(width=110).print(show(data))
     if options.out or options.device == "cuda":
         save(options.out, "host.json", data)
-
-
-if __name__ == "__main__":
-    main()

@@ -163,7 +163,3 @@ def main() -> None:
         print(data["cases"][-1])
         torch.cuda.empty_cache()
     save(options.out, "logp.json", data)
-
-
-if __name__ == "__main__":
-    main()

@@ -198,7 +198,3 @@ def main() -> None:
     write(out, data)
     if found := embeddings():
         write(out.with_name("embeddings.json"), {"environment": data["environment"], **found})
-
-
-if __name__ == "__main__":
-    main()

@@ -174,7 +174,3 @@ def main() -> None:
         of.close()
     save(options.out, "native.json", data)
     print(f"speed beside PyTorch's path: {data['speed']}; host: {[c['us'] for c in hosts]}")
-
-
-if __name__ == "__main__":
-    main()

@@ -81,7 +81,7 @@ def main() -> None:
     parser = arguments(__doc__)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("benchmarks.paged needs a GPU")
+        sys.exit("benchmarks paged needs a GPU")
     data: dict[str, Any] = {"environment": environment(options.commit), "cases": []}
     torch.manual_seed(0)
     with torch.inference_mode():
@@ -89,7 +89,3 @@ def main() -> None:
             data["cases"].append(measure(rows, keys, page))
     save(options.out, "paged.json", data)
     Console(width=120).print(show(data))
-
-
-if __name__ == "__main__":
-    main()

@@ -190,7 +190,3 @@ def main() -> None:
         write(out, data)
         console.print(show(data))
         torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()

@@ -507,7 +507,3 @@ def main() -> None:
             print(f"wrote {path}")
     if options.check and stale:
         raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks plot")
-
-
-if __name__ == "__main__":
-    main()

@@ -322,7 +322,3 @@ def main() -> None:
         console.print(f"RED {case}", style="red", highlight=False)
     save(options.out, "recurrent.json", data)
     sys.exit(bool(data["red"]))
-
-
-if __name__ == "__main__":
-    main()

@@ -93,7 +93,3 @@ def main() -> None:
         speeds = ", ".join(f"{r['library']} {r['gmac_per_s']} GMAC/s" for r in cases[-1]["results"])
         print(f"{case.contract.name} {case.dtype}: {speeds}", flush=True)
     write(options.out, {"environment": record, "cases": cases})
-
-
-if __name__ == "__main__":
-    main()

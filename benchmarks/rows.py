@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import samebits
-from benchmarks.record import arguments, environment, lines_of_progress, save
-from samebits.backends.cuda import devices
-from samebits.backends.cuda.matmul import family
+from benchmarks.checked import l2_bytes, run
+from benchmarks.record import arguments
 from samebits.backends.reference import rows as reference
 from samebits.ops.norm import layer_norm, rms_norm
 from samebits.ops.reduce import sum
@@ -279,10 +275,10 @@ def check(case: RowCase, operands: Operands) -> None:
         assert_same_bits(g.flatten()[few].cpu(), want, f"{case}: over tokens, against the CPU reference")
 
 
-def measure(case: RowCase, l2_bytes: int) -> dict[str, Any]:
+def measure(case: RowCase) -> dict[str, Any]:
     """Times of a case in microseconds."""
     op, moved = OPS[case.op], bytes_of(case)
-    count = max(1, min(32, math.ceil(3 * l2_bytes / moved)))
+    count = max(1, min(32, math.ceil(3 * l2_bytes() / moved)))
     sets = [op.operands(case) for _ in range(count)]
     check(case, sets[0])
     halves = [(torch.empty(moved // 2, device=DEVICE, dtype=torch.uint8),) for _ in range(count)]
@@ -324,32 +320,8 @@ def show(data: dict[str, Any]) -> Table:
     return table
 
 
-def run(cases: Sequence[RowCase], progress: Callable[[float, str], None]) -> dict[str, Any]:
-    torch.manual_seed(0)
-    l2 = devices.device_info(torch.cuda.current_device()).l2_bytes
-    data: dict[str, Any] = {"cases": [], "red": []}
-    for i, case in enumerate(cases):
-        progress(i / len(cases), f"{case.op}, {case.rows} x {case.n}")
-        try:
-            data["cases"].append(measure(case, l2))
-        except AssertionError as error:
-            data["red"].append(str(error))
-    return data
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few cases")
     options = parser.parse_args()
-    console = Console(width=120)
-    record = environment(options.commit) | {"digest": samebits.TENSOR_CORE.on(family(0)).digest()}
-    data = {"environment": record, **run(quick() if options.quick else CASES, lines_of_progress(console))}
-    console.print(show(data))
-    for case in data["red"]:
-        console.print(f"RED {case}", style="red", highlight=False)
-    save(options.out, "rows.json", data)
-    sys.exit(bool(data["red"]))
-
-
-if __name__ == "__main__":
-    main()
+    run("rows", options, quick() if options.quick else CASES, measure, show)

@@ -303,7 +303,3 @@ def summary(data: dict[str, Any]) -> Table:
         if of:
             table.add_row(name, f"{math.exp(sum(map(math.log, of)) / len(of)):.3f}", f"{min(of):.3f}")
     return table
-
-
-if __name__ == "__main__":
-    main()

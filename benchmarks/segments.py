@@ -109,7 +109,3 @@ def main() -> None:
     if options.out:
         record = {"environment": environment(options.commit), "segments": options.segments, "cases": cases}
         write(options.out, record)
-
-
-if __name__ == "__main__":
-    main()

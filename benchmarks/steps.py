@@ -560,7 +560,3 @@ def main() -> None:
     }
     console.print(show(data))
     save(results(options.out, "steps.json"), data, options.merge)
-
-
-if __name__ == "__main__":
-    main()

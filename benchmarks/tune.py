@@ -227,7 +227,3 @@ def times(
 
 def main() -> None:
     typer.run(times)
-
-
-if __name__ == "__main__":
-    main()

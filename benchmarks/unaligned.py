@@ -79,7 +79,3 @@ def main() -> None:
         shown.add_row(work, *(f"{speed(c):.2f}" for c in cases if c["work"] == work))
     Console().print(shown)
     write(out, {"environment": environment(options.commit), "cases": cases})
-
-
-if __name__ == "__main__":
-    main()

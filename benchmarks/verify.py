@@ -34,7 +34,3 @@ def main() -> None:
     out = results(options.out, "_".join(["verify", *options.only]) + ".json")
     write(out, {"environment": record, **data})
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -225,7 +225,17 @@ def measure(model: str, engines: list[str], console: Console) -> Iterator[dict[s
                 "VLLM_USE_FLASHINFER_SAMPLER": "0",
                 "HF_HUB_OFFLINE": "1",
             }
-            command = [sys.executable, "-m", "benchmarks.vllm", "--model", model, "--serve", engine, str(out)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks",
+                "vllm",
+                "--model",
+                model,
+                "--serve",
+                engine,
+                str(out),
+            ]
             subprocess.run(command, env=os.environ | variables, check=True)
             found[engine] = json.loads(out.read_text())
         speeds = (f"{work} {speed(found[engine], work):,.0f}" for work in WORKS)
@@ -278,7 +288,3 @@ def main() -> None:
     for data["engines"] in measure(options.model, options.engines.split(","), console):
         save(options.out, name, data)
     console.print(show(data))
-
-
-if __name__ == "__main__":
-    main()

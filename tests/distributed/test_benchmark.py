@@ -17,7 +17,7 @@ from tests.support.ranks import needs_gloo
 def test_benchmark() -> None:
     pytest.importorskip("transformers")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launch, "-m", "benchmarks.distributed", "--smoke", "--commit", "none"]
+    command = [sys.executable, *launch, "-m", "benchmarks", "distributed", "--smoke", "--commit", "none"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=env, cwd=ROOT, timeout=600
