@@ -10,6 +10,7 @@ from threading import local
 from typing import Any, NewType, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from samebits.contexts import check_function
 from samebits.contract import Contract, contract_from_key
@@ -22,6 +23,7 @@ __all__ = [
     "broadcast",
     "chosen_backend",
     "contract_of",
+    "module_for",
     "on_gpu",
     "pack_key",
     "same_shape",
@@ -240,6 +242,33 @@ def on_gpu(operation: str, key: Key, device: int) -> tuple[Any, str]:
         else:
             return importlib.import_module(f"{package}.{operation}"), contract
     raise UnavailableError("samebits: no backend for this GPU tensor. " + "; ".join(reasons))
+
+
+_ON_CPU = {
+    **dict.fromkeys(("add_rms_norm", "gated", "norm_rotary", "rotary"), "fused"),
+    "quantize": "scaled",
+    "rsqrt": "rows",
+}
+"""The modules of the reference that have another name."""
+
+
+@functools.cache
+def _reference(operation: str) -> Any:
+    return importlib.import_module(f"samebits.backends.reference.{_ON_CPU.get(operation, operation)}")
+
+
+def module_for(operation: str, t: Tensor, key: Key = Key("")) -> tuple[Any, str]:
+    """The module that computes `operation` on the device of `t`, and the contract's key that it takes.
+
+    Args:
+        operation, key: as in :func:`on_gpu`.
+
+    Raises:
+        UnavailableError: `t` is on a GPU, and :func:`on_gpu` raises it.
+    """
+    if t.is_cuda:
+        return on_gpu(operation, key, t.get_device())
+    return _reference(operation), unpack_key(key)[0]
 
 
 _SAID = {"scaled": "products in FP8", "quantize": "FP8 values and their scales"}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, chosen_backend, contract_of, on_gpu, pack_key, unpack_key
+from samebits.backends import Key, chosen_backend, contract_of, module_for, pack_key, unpack_key
 from samebits.backends.replay import refuse
 from samebits.contract import FMA, TENSOR_CORE, Contract, resolve, segmented_key
 from samebits.distributed._groups import Group, agree, name_of, ranks
@@ -26,7 +26,7 @@ from samebits.distributed.exchange import (
 from samebits.ops import _products
 from samebits.ops._checks import check_operands, check_segments, shape
 from samebits.ops._operator import Operator, refuse_second_derivatives
-from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, check_cu_seqlens_form
+from samebits.ops._sequences import check_cu_seqlens_form, check_offsets
 from samebits.remedies import see
 
 __all__ = ["SEGMENTS", "column_parallel_linear", "row_parallel_linear"]
@@ -214,15 +214,6 @@ def _checked(
     return tensors, key, name
 
 
-def _check_offsets(op: str, x: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
-    if cu_seqlens is None:
-        return
-    if x.is_cuda:
-        assert_cu_seqlens(f"distributed.{op}", cu_seqlens, x.shape[-2], key)
-    else:
-        check_cu_seqlens(f"distributed.{op}", cu_seqlens, x.shape[-2])
-
-
 def _partial(x: Tensor, weight: Tensor, key: Key, size: int) -> Tensor:
     """``x @ weight`` of this rank's segments, in float32."""
     rows = x if x.ndim > 1 else x.unsqueeze(0)
@@ -242,7 +233,7 @@ def _summed(
     if space is None:
         return all_reduce(_partial(x, weight, key, size), bias, group, out_dtype)
     refuse("an exchange between ranks is no launch")
-    backend, contract = on_gpu("matmul", of_one_rank(key, size), x.get_device())
+    backend, contract = module_for("matmul", x, of_one_rank(key, size))
     out = torch.empty(len(rows), n, dtype=out_dtype, device=x.device)
 
     def product(some: slice, to: Tensor) -> None:
@@ -276,21 +267,15 @@ def _row_forward(
     size = ranks(group)[1]
     if size == 1:
         return _products.linear(x, weight, bias, cu_seqlens, key)  # type: ignore[no-any-return]
-    _check_offsets("row_parallel_linear", x, cu_seqlens, key)
+    if cu_seqlens is not None:
+        check_offsets("distributed.row_parallel_linear", cu_seqlens, x.shape[-2], key)
     if dim == NO_DIM:
         return _summed(x, weight.mT, bias, group, x.dtype, key)
     return reduce_scatter(_partial(x, weight.mT, key, size), bias, dim, group, x.dtype)
 
 
-def _row_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dim: int,
-    group: str,
-    key: Key,
-) -> Tensor:
+def _row_fake(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
+    *_, dim, group, _ = given
     tokens = [*x.shape[:-1]]
     if dim != NO_DIM:
         tokens[dim] //= ranks(group)[1]
@@ -341,15 +326,8 @@ def _column_forward(
     return _products.linear(x, weight, bias, cu_seqlens, key)  # type: ignore[no-any-return]
 
 
-def _column_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dim: int,
-    group: str,
-    key: Key,
-) -> Tensor:
+def _column_fake(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
+    *_, dim, group, _ = given
     tokens = [*x.shape[:-1]]
     if dim != NO_DIM:
         tokens[dim] *= ranks(group)[1]

@@ -20,7 +20,7 @@ from samebits.ops import linear_logp as whole
 from samebits.ops._checks import check_device, check_segments, shape
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import check_rows
-from samebits.ops._sequences import check_cu_seqlens_form
+from samebits.ops._sequences import check_cu_seqlens_form, check_offsets
 from samebits.ops.embedding import _gradient as embedding_gradient
 from samebits.ops.logp import check_target, pieces, watch_target
 
@@ -260,7 +260,8 @@ def _logp_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     refuse("an exchange between ranks is no launch")
     backend, logits, products, contract = whole.backend_of(hidden, key)
-    whole.check_offsets(hidden, cu_seqlens, key)
+    if cu_seqlens is not None:
+        check_offsets("linear_logp", cu_seqlens, hidden.shape[-2], key)
     (count, features), (rank, size) = weight.shape, ranks(group)
     flat, blocks = target.reshape(-1).contiguous(), whole_blocks(count, size)
     rows = Rows.empty(flat, count * size, ignore_index, scale=scale, entropy=entropy)
@@ -340,18 +341,8 @@ def _gathered(
     return found
 
 
-def _logp_fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    cu_seqlens: Tensor | None,
-    ignore_index: int,
-    scale: float,
-    entropy: bool,
-    group: str,
-    key: Key,
-) -> tuple[Tensor, ...]:
+def _logp_fake(hidden: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    target, entropy = given[2], given[-3]
     shapes = (target.shape, target.shape if entropy else (0,), (target.numel(),), (target.numel(),))
     return tuple(hidden.new_empty(s, dtype=torch.float32) for s in shapes)
 

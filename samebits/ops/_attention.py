@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, on_gpu, unpack_key
+from samebits.backends import Key, module_for
 from samebits.backends.attention import Align, Attention
 from samebits.ops._memory import has_memory, refuse_overlap
 from samebits.ops._operator import Operator, refuse_second_derivatives
@@ -83,12 +83,7 @@ def _call(
     key: Key,
 ) -> tuple[Any, Attention]:
     """The module that computes on the device of q, and what it is to compute."""
-    if q.is_cuda:
-        backend, contract = on_gpu("attention", key, q.get_device())
-    else:
-        from samebits.backends.reference import attention as backend
-
-        contract = unpack_key(key)[0]
+    backend, contract = module_for("attention", q, key)
     x = Attention(
         *(q, k, v, contract, scale, softcap, (left, right), align),
         mask=mask,

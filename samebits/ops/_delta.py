@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, on_gpu, unpack_key
+from samebits.backends import Key, module_for
 from samebits.backends.delta import Delta
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import backend as rows_backend
@@ -60,31 +60,14 @@ def _call(
     key: Key,
 ) -> tuple[Any, Delta]:
     """The module that computes on the device of q, and what it is to compute."""
-    if q.is_cuda:
-        backend, contract = on_gpu("delta", key, q.get_device())
-    else:
-        from samebits.backends.reference import delta as backend
-
-        contract = unpack_key(key)[0]
+    backend, contract = module_for("delta", q, key)
     return backend, Delta(q, k, v, g, beta, initial, spans, scale, contract)
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor | None,
-    state: Tensor | None,
-    spans: Tensor,
-    scale: float,
-    closes: bool,
-    key: Key,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, g, beta, initial, state, *rest = args
     after = torch.empty(0, dtype=torch.float32, device=q.device) if state is None else state.clone()
-    x = (q, k, v, g, beta, initial, spans, scale, closes, key)
-    out, closed = _forward(*x, None if state is None else after)
+    out, closed = _forward(q, k, v, g, beta, initial, *rest, None if state is None else after)
     return out, closed, after
 
 
@@ -110,52 +93,21 @@ def _forward(
     return out, closed
 
 
-def _going_on_run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    spans: Tensor,
-    scale: float,
-    closes: bool,
-    key: Key,
-) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, g, beta, None, spans, scale, closes, key, state)
+def _going_on_run(*args: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta, state, *rest = args
+    return _forward(q, k, v, g, beta, None, *rest, state)
 
 
-def _going_on_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    spans: Tensor,
-    scale: float,
-    closes: bool,
-    key: Key,
-) -> tuple[Tensor, Tensor]:
+def _going_on_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    *_, spans, _, closes, _ = given
     size = (spans.shape[0], v.shape[1], q.shape[2], v.shape[2]) if closes else (0,)
     return v.new_empty(v.shape), q.new_empty(size, dtype=torch.float32)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor | None,
-    state: Tensor | None,
-    spans: Tensor,
-    scale: float,
-    closes: bool,
-    key: Key,
-) -> tuple[Tensor, Tensor, Tensor]:
-    found = _going_on_fake(q, k, v, g, beta, q, spans, scale, closes, key)
-    return *found, q.new_empty((0,) if state is None else state.shape, dtype=torch.float32)
+def _fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    state = given[3]
+    after = q.new_empty((0,) if state is None else state.shape, dtype=torch.float32)
+    return *_going_on_fake(q, k, v, *given), after
 
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta"
@@ -203,20 +155,8 @@ def _backward(
     )
 
 
-def _gradients_run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor | None,
-    state: Tensor | None,
-    spans: Tensor,
-    grad: Tensor,
-    grad_closed: Tensor | None,
-    scale: float,
-    key: Key,
-) -> tuple[Tensor, ...]:
+def _gradients_run(*args: Any) -> tuple[Tensor, ...]:
+    q, k, v, g, beta, initial, state, spans, grad, grad_closed, scale, key = args
     backend, x = _call(q, k, v, g, beta, initial, spans, scale, key)
     found = backend.backward(x, state, grad, grad_closed)
     return tuple(q.new_empty(0) if t is None else t for t in found)

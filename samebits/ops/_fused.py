@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import chosen_backend, on_gpu
+from samebits.backends import chosen_backend, module_for
 from samebits.ops._checks import are_plain, check_device, check_operands, shape
 from samebits.ops._memory import has_memory, refuse_overlap, refuse_vmap
 from samebits.remedies import see
@@ -16,11 +16,7 @@ from samebits.remedies import see
 
 def backend(operation: str, t: Tensor) -> Any:
     """The module of a fused layer on the device of `t`."""
-    if t.is_cuda:
-        return on_gpu(operation, "", t.get_device())[0]
-    from samebits.backends.reference import fused as reference
-
-    return reference
+    return module_for(operation, t)[0]
 
 
 def check_tensors(op: str, **tensors: Tensor | None) -> bool:

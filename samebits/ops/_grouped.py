@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Later, on_gpu, unpack_key
+from samebits.backends import Key, Later, module_for
 from samebits.backends.replay import replayed
 from samebits.ops._operator import Operator, bypasses_dispatcher
 from samebits.ops._products import as_operand, one
@@ -32,7 +32,7 @@ def check_offs(op: str, offs: Tensor, rows: int) -> None:
         start = stop
 
 
-def _rows_cpu(
+def _run_rows(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -41,46 +41,24 @@ def _rows_cpu(
     out_dtype: torch.dtype,
     key: Key,
 ) -> Tensor:
-    from samebits.backends.reference import grouped as reference
-
-    check_offs("grouped_mm", offs, a.shape[0])
-    contract = unpack_key(key)[0]
-    return reference.grouped_rows(a, b, offs, bias=bias, out_dtype=out_dtype, contract=contract)
-
-
-def _rows_cuda(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    sequences: Tensor | None,
-    out_dtype: torch.dtype,
-    key: Key,
-) -> Tensor:
-    backend, contract = on_gpu("grouped", key, a.get_device())
+    backend, contract = _backend(a, offs, a.shape[0], key)
     out: Tensor = backend.grouped_rows(a, b, offs, bias=bias, out_dtype=out_dtype, contract=contract)
     return out
 
 
-def _rows_fake(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    sequences: Tensor | None,
-    out_dtype: torch.dtype,
-    key: Key,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[2]), dtype=out_dtype)
+def _backend(a: Tensor, offs: Tensor, rows: int, key: Key) -> tuple[Any, str]:
+    """The module that computes on the device of `a`, and the contract's key. Offsets on a CPU are checked."""
+    if not a.is_cuda:
+        check_offs("grouped_mm", offs, rows)
+    return module_for("grouped", a, key)
 
 
 # out[t] = a[t, K] @ b[g, K, N] + bias[g, N] for the rows t of group g. `sequences` counts in gradients.
 grouped_rows = Operator(
     "grouped_rows(Tensor a, Tensor b, Tensor? bias, Tensor offs, Tensor? sequences, ScalarType out_dtype,"
     " str contract) -> Tensor",
-    cpu=_rows_cpu,
-    cuda=_rows_cuda,
-    fake=_rows_fake,
+    cpu=_run_rows,
+    fake=lambda a, b, bias, offs, sequences, dtype, key: a.new_empty((a.shape[0], b.shape[2]), dtype=dtype),
 )
 
 
@@ -145,25 +123,15 @@ def _rows_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[T
 grouped_rows.register_autograd(_rows_backward, setup_context=_rows_setup_context)
 
 
-def _terms_cpu(
+def _run_terms(
     a: Tensor, b: Tensor, offs: Tensor, sequences: Tensor | None, out_dtype: torch.dtype, key: Key
 ) -> Tensor:
-    from samebits.backends.reference import grouped as reference
-
-    check_offs("grouped_mm", offs, b.shape[0])
-    contract = unpack_key(key)[0]
-    return reference.grouped_terms(a, b, offs, sequences, out_dtype=out_dtype, contract=contract)
-
-
-def _terms_cuda(
-    a: Tensor, b: Tensor, offs: Tensor, sequences: Tensor | None, out_dtype: torch.dtype, key: Key
-) -> Tensor:
-    backend, contract = on_gpu("grouped", key, a.get_device())
+    backend, contract = _backend(a, offs, b.shape[0], key)
     out: Tensor = backend.grouped_terms(a, b, offs, sequences, out_dtype=out_dtype, contract=contract)
     return out
 
 
-def _terms_fake(
+def _fake_terms(
     a: Tensor, b: Tensor, offs: Tensor, sequences: Tensor | None, out_dtype: torch.dtype, key: Key
 ) -> Tensor:
     return a.new_empty((offs.shape[0], a.shape[0], b.shape[1]), dtype=out_dtype)
@@ -173,9 +141,8 @@ def _terms_fake(
 grouped_terms = Operator(
     "grouped_terms(Tensor a, Tensor b, Tensor offs, Tensor? sequences, ScalarType out_dtype, str contract)"
     " -> Tensor",
-    cpu=_terms_cpu,
-    cuda=_terms_cuda,
-    fake=_terms_fake,
+    cpu=_run_terms,
+    fake=_fake_terms,
 )
 
 
@@ -183,13 +150,7 @@ def grouped_terms_later(
     acc: Tensor, a: Tensor, b: Tensor, offs: Tensor, sequences: Tensor | None, key: Key
 ) -> Later:
     """Prepare to continue the chains in `acc`, of tensors without gradients. The step writes the result."""
-    if a.is_cuda:
-        backend, contract = on_gpu("grouped", key, a.get_device())
-    else:
-        from samebits.backends.reference import grouped as backend
-
-        contract = unpack_key(key)[0]
-        check_offs("grouped_mm", offs, b.shape[0])
+    backend, contract = _backend(a, offs, b.shape[0], key)
     write = backend.grouped_terms_later(acc, a, b, offs, sequences, contract=contract)
 
     def step() -> None:

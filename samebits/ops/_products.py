@@ -13,34 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Later, broadcast, contract_of, on_gpu, unpack_key
+from samebits.backends import Key, Later, broadcast, contract_of, module_for
 from samebits.backends.replay import kept, replayed
 from samebits.ops._operator import EXTRAORDINARY, Operator
-from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, sequences
+from samebits.ops._sequences import check_offsets, sequences
 
 
-def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
-    from samebits.backends.reference import matmul as reference
-
-    return reference.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=unpack_key(key)[0])
-
-
-def _product_cuda(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
-    backend, contract = on_gpu("matmul", key, a.get_device())
+def _run_product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
+    backend, contract = module_for("matmul", a, key)
     out: Tensor = backend.matmul(a, b, bias=bias, out_dtype=out_dtype, contract=contract)
     return out
 
 
-def _product_fake(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
+def _fake_product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, key: Key) -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
 
 product = Operator(
     "matmul(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str contract) -> Tensor",
-    cpu=_product_cpu,
-    cuda=_product_cuda,
-    fake=_product_fake,
+    cpu=_run_product,
+    fake=_fake_product,
 )
 
 
@@ -116,7 +109,7 @@ def _summed_over_broadcast(a: Tensor, b: Tensor, size: torch.Size, dtype: torch.
     return out.reshape(size)  # type: ignore[no-any-return]
 
 
-def _addbmm_cpu(
+def _run_addbmm(
     acc: Tensor | None,
     a: Tensor,
     b: Tensor,
@@ -124,24 +117,8 @@ def _addbmm_cpu(
     out_dtype: torch.dtype,
     key: Key,
 ) -> Tensor:
-    from samebits.backends.reference import matmul as reference
-
-    if cu_seqlens is not None:
-        check_cu_seqlens("addbmm", cu_seqlens, a.shape[-1])
-    return reference.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=unpack_key(key)[0])
-
-
-def _addbmm_cuda(
-    acc: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    cu_seqlens: Tensor | None,
-    out_dtype: torch.dtype,
-    key: Key,
-) -> Tensor:
-    backend, contract = on_gpu("matmul", key, a.get_device())
-    if cu_seqlens is not None:
-        assert_cu_seqlens("addbmm", cu_seqlens, a.shape[-1], key)
+    backend, contract = module_for("matmul", a, key)
+    check_offsets("addbmm", cu_seqlens, a.shape[-1], key)
     out: Tensor = backend.addbmm(acc, a, b, cu_seqlens, out_dtype=out_dtype, contract=contract)
     return out
 
@@ -152,16 +129,8 @@ def _addbmm_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None
 
 def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: Key) -> Later:
     """Prepare :func:`addbmm_` of tensors without gradients. The returned step writes the result."""
-    if a.is_cuda:
-        backend, contract = on_gpu("matmul", key, a.get_device())
-        if cu_seqlens is not None:
-            assert_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1], key)
-    else:
-        from samebits.backends.reference import matmul as backend
-
-        contract = unpack_key(key)[0]
-        if cu_seqlens is not None:
-            check_cu_seqlens("addbmm_", cu_seqlens, a.shape[-1])
+    backend, contract = module_for("matmul", a, key)
+    check_offsets("addbmm_", cu_seqlens, a.shape[-1], key)
     write = backend.addbmm_later(acc, a, b, cu_seqlens, accumulate=True, contract=contract)
 
     def step() -> None:
@@ -171,36 +140,20 @@ def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, k
     return step
 
 
-def _addbmm_fake(
-    acc: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    cu_seqlens: Tensor | None,
-    out_dtype: torch.dtype,
-    key: Key,
-) -> Tensor:
-    return a.new_empty((a.shape[0], a.shape[2], b.shape[3]), dtype=out_dtype)
-
-
 # The chain over sequences: out[B, M, N] = acc[B, M, N] + a[B, S, M, K] @ b[B, S, K, N] over s, then k. Every
 # s is a sequence. With cu_seqlens, S is 1 and the sequences are consecutive parts of K.
 addbmm = Operator(
     "addbmm(Tensor? acc, Tensor a, Tensor b, Tensor? cu_seqlens, ScalarType out_dtype, str contract)"
     " -> Tensor",
-    cpu=_addbmm_cpu,
-    cuda=_addbmm_cuda,
-    fake=_addbmm_fake,
+    cpu=_run_addbmm,
+    fake=lambda acc, a, b, *given: a.new_empty((a.shape[0], a.shape[2], b.shape[3]), dtype=given[-2]),
 )
-
-
-def _addbmm_fake_inplace(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
-    pass
 
 
 addbmm_ = Operator(
     "addbmm_(Tensor(a!) acc, Tensor a, Tensor b, Tensor? cu_seqlens, str contract) -> ()",
     cpu=_addbmm_inplace,
-    fake=_addbmm_fake_inplace,
+    fake=lambda *_: None,
 )
 
 
@@ -230,40 +183,21 @@ def _addbmm_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
 addbmm.register_autograd(_addbmm_backward, setup_context=_addbmm_setup_context)
 
 
-def _linear_cpu(
+def _run_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
 ) -> Tensor:
-    from samebits.backends.reference import matmul as reference
-
+    backend, contract = module_for("matmul", x, key)
     if cu_seqlens is not None:
-        check_cu_seqlens("linear", cu_seqlens, x.shape[-2])
-    rows = x if x.ndim > 1 else x.unsqueeze(0)
-    out = reference.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=unpack_key(key)[0])
-    return out.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _linear_cuda(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
-) -> Tensor:
-    backend, contract = on_gpu("matmul", key, x.get_device())
-    if cu_seqlens is not None:
-        assert_cu_seqlens("linear", cu_seqlens, x.shape[-2], key)
+        check_offsets("linear", cu_seqlens, x.shape[-2], key)
     rows = x if x.ndim > 1 else x.unsqueeze(0)
     out: Tensor = backend.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
     return out if x.ndim > 1 else out[0]
 
 
-def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 linear = Operator(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
-    cpu=_linear_cpu,
-    cuda=_linear_cuda,
-    fake=_linear_fake,
+    cpu=_run_linear,
+    fake=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
 )
 
 

@@ -9,18 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import chosen_backend, on_gpu
+from samebits.backends import chosen_backend, module_for
 from samebits.backends.replay import viewed
 from samebits.ops._checks import are_plain, check_device, check_operands, shape
 
 
 def backend(t: Tensor) -> Any:
     """The module that reduces rows on the device of `t`."""
-    if t.is_cuda:
-        return on_gpu("rows", "", t.get_device())[0]
-    from samebits.backends.reference import rows as reference
-
-    return reference
+    return module_for("rows", t)[0]
 
 
 def check_rows(op: str, x: Tensor, **vectors: Tensor | None) -> bool:

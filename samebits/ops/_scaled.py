@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, on_gpu, unpack_key
+from samebits.backends import Key, module_for
 from samebits.contract import FP8, SCALE_BLOCK
 from samebits.ops._checks import SUPPORTED, check_device, shape
 from samebits.ops._grouped import check_offs
@@ -125,7 +125,7 @@ def check_output_dtype(op: str, dtype: torch.dtype) -> None:
         raise TypeError(f"samebits.{op}: output_dtype: expected bfloat16, float16 or float32, got {dtype!r}")
 
 
-def _product_cpu(
+def _run_product(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -134,45 +134,17 @@ def _product_cpu(
     out_dtype: torch.dtype,
     key: Key,
 ) -> Tensor:
-    from samebits.backends.reference import scaled as reference
-
-    contract = unpack_key(key)[0]
-    return reference.scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, contract=contract)
-
-
-def _product_cuda(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    key: Key,
-) -> Tensor:
-    backend, _ = on_gpu("scaled", key, a.get_device())
-    out: Tensor = backend.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
+    backend, contract = module_for("scaled", a, key)
+    out: Tensor = backend.scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, contract=contract)
     return out
-
-
-def _product_fake(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    key: Key,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 # a[M, K] @ b[N, K].T. Scales: [M, blocks of K] or [M, 1]; and [N, blocks], [blocks of N, blocks] or [N, 1].
 scaled_product = Operator(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str contract) -> Tensor",
-    cpu=_product_cpu,
-    cuda=_product_cuda,
-    fake=_product_fake,
+    cpu=_run_product,
+    fake=lambda a, b, *given: a.new_empty((a.shape[0], b.shape[0]), dtype=given[-2]),
 )
 
 
@@ -189,7 +161,7 @@ def check_grouped_offs(offs: Tensor, rows: int, masked: bool) -> None:
     return None
 
 
-def _grouped_cpu(
+def _run_grouped(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -199,41 +171,13 @@ def _grouped_cpu(
     out_dtype: torch.dtype,
     key: Key,
 ) -> Tensor:
-    from samebits.backends.reference import scaled as reference
-
-    check_grouped_offs(offs, a.shape[-2], a.ndim == 3)
-    contract = unpack_key(key)[0]
-    return reference.scaled_grouped_mm(
+    if not a.is_cuda:
+        check_grouped_offs(offs, a.shape[-2], a.ndim == 3)
+    backend, contract = module_for("scaled", a, key)
+    out: Tensor = backend.scaled_grouped_mm(
         a, b, scale_a, scale_b, offs, bias=bias, out_dtype=out_dtype, contract=contract
     )
-
-
-def _grouped_cuda(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    key: Key,
-) -> Tensor:
-    backend, _ = on_gpu("scaled", key, a.get_device())
-    out: Tensor = backend.scaled_grouped_mm(a, b, scale_a, scale_b, offs, bias, out_dtype)
     return out
-
-
-def _grouped_fake(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    key: Key,
-) -> Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[1]), dtype=out_dtype)
 
 
 # a[t] @ b[g].T for the rows t of group g: of a[T, K], those between the ends `offs`; of a[G, M, K], the first
@@ -241,25 +185,17 @@ def _grouped_fake(
 scaled_grouped_product = Operator(
     "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, Tensor? bias,"
     " ScalarType out_dtype, str contract) -> Tensor",
-    cpu=_grouped_cpu,
-    cuda=_grouped_cuda,
-    fake=_grouped_fake,
+    cpu=_run_grouped,
+    fake=lambda a, b, *given: a.new_empty((*a.shape[:-1], b.shape[1]), dtype=given[-2]),
 )
 
 
-def _quantized_cpu(x: Tensor, rows: int, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
-    from samebits.backends.reference import scaled as reference
-
-    return reference.quantize(x, rows, dtype)
-
-
-def _quantized_cuda(x: Tensor, rows: int, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
-    backend, _ = on_gpu("quantize", key, x.get_device())
-    found: tuple[Tensor, Tensor] = backend.quantize(x, rows, dtype)
+def _run_quantized(x: Tensor, rows: int, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = module_for("quantize", x, key)[0].quantize(x, rows, dtype)
     return found
 
 
-def _quantized_fake(x: Tensor, rows: int, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
+def _fake_quantized(x: Tensor, rows: int, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     scale = x.new_empty((-(-M // rows), blocks(K)), dtype=torch.float32)
     return x.new_empty((M, K), dtype=dtype), scale
@@ -268,32 +204,20 @@ def _quantized_fake(x: Tensor, rows: int, dtype: torch.dtype, key: Key) -> tuple
 # Values and scales of x[M, K] in blocks of `rows` x 128.
 quantized = Operator(
     "quantize(Tensor x, int rows, ScalarType dtype, str contract) -> (Tensor, Tensor)",
-    cpu=_quantized_cpu,
-    cuda=_quantized_cuda,
-    fake=_quantized_fake,
+    cpu=_run_quantized,
+    fake=_fake_quantized,
 )
 
 
-def _fused_cpu(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
-    from samebits.backends.reference import scaled as reference
-
-    return reference.silu_mul_quantize(gate, up, dtype)
-
-
-def _fused_cuda(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
-    backend, _ = on_gpu("quantize", key, gate.get_device())
+def _run_fused(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
+    backend, _ = module_for("quantize", gate, key)
     found: tuple[Tensor, Tensor] = backend.silu_mul_quantize(gate, up, dtype)
     return found
-
-
-def _fused_fake(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:
-    return _quantized_fake(gate, 1, dtype, key)
 
 
 # Values and scales of silu(gate[M, K]) * up[M, K] in blocks of 1 x 128.
 silu_mul_quantized = Operator(
     "silu_mul_quantize(Tensor gate, Tensor up, ScalarType dtype, str contract) -> (Tensor, Tensor)",
-    cpu=_fused_cpu,
-    cuda=_fused_cuda,
-    fake=_fused_fake,
+    cpu=_run_fused,
+    fake=lambda gate, up, dtype, key: _fake_quantized(gate, 1, dtype, key),
 )

@@ -85,3 +85,13 @@ def assert_cu_seqlens(op: str, cu_seqlens: Tensor, tokens: int, key: Key) -> Non
     backend.assert_spans(cu_seqlens, tokens)
     if not in_graph:
         _asserted[cu_seqlens] = seen
+
+
+def check_offsets(op: str, cu_seqlens: Tensor | None, tokens: int, key: Key) -> None:
+    """:func:`check_cu_seqlens` on a CPU, :func:`assert_cu_seqlens` on a GPU, if there are offsets."""
+    if cu_seqlens is None:
+        return
+    if cu_seqlens.is_cuda:
+        assert_cu_seqlens(op, cu_seqlens, tokens, key)
+    else:
+        check_cu_seqlens(op, cu_seqlens, tokens)

@@ -143,29 +143,14 @@ def check_rounding(op: str, rounding: str, offset: float) -> bool:
     return rounding == "once"
 
 
-def _run(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    once: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = backend(_OP, x).add_rms_norm(x, residual, weight, eps, offset, once, dtype)
+def _run(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = backend(_OP, x).add_rms_norm(x, *args)
     return found
 
 
-def _fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    once: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape if residual is not None else (0,))
+def _fake(x: Tensor, residual: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    total = x.new_empty(x.shape if residual is not None else (0,))
+    return x.new_empty(x.shape, dtype=options[-1]), total
 
 
 _operator = Operator(
@@ -176,33 +161,13 @@ _operator = Operator(
 )
 
 
-def _run_backward(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    once: bool,
-    weighted: bool,
-) -> tuple[Tensor, Tensor]:
-    module = backend(_OP, s)
-    found: tuple[Tensor, Tensor] = module.add_rms_norm_backward(
-        grad, grad_sum, s, weight, eps, offset, once, weighted
-    )
+def _run_backward(grad: Tensor, grad_sum: Tensor | None, s: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = backend(_OP, s).add_rms_norm_backward(grad, grad_sum, s, *given)
     return found
 
 
-def _fake_backward(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    once: bool,
-    weighted: bool,
-) -> tuple[Tensor, Tensor]:
+def _fake_backward(grad: Tensor, grad_sum: Tensor | None, s: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    weight, *_, once, weighted = given
     if weight is None or not weighted:
         return s.new_empty(s.shape), s.new_empty(0)
     return s.new_empty(s.shape), s.new_empty(s.shape, dtype=torch.float32 if once else grad.dtype)

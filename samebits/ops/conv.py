@@ -182,17 +182,8 @@ def _by_taps(windows: Tensor, weight: Tensor, bias: Tensor | None, dims: int) ->
     return rounded(total if bias is None else total + _along(bias, dims), windows.dtype)
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    key: Key,
-) -> Tensor:
-    sizes = _sizes(x.shape, weight.shape, stride, padding, dilation)
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    sizes = _sizes(x.shape, weight.shape, *options[:3])
     out = x.new_empty((x.shape[0], weight.shape[0], *sizes))
     return out.contiguous(memory_format=memory_format(x, weight))
 

@@ -13,7 +13,7 @@ from samebits.contract import FP8, SCALE_BLOCK, Contract
 from samebits.ops import _products
 from samebits.ops._operator import Operator
 from samebits.ops._scaled import quantized, scaled_product
-from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens
+from samebits.ops._sequences import check_offsets
 from samebits.ops.linear import checked
 
 _E4M3 = torch.float8_e4m3fn
@@ -68,33 +68,18 @@ def by_values(
     return out.reshape(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
-def _linear_cpu(
+def _run_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
 ) -> Tensor:
     if cu_seqlens is not None:
-        check_cu_seqlens("linear", cu_seqlens, x.shape[-2])
+        check_offsets("linear", cu_seqlens, x.shape[-2], key)
     return product(x, weight, bias, x.dtype, key)
-
-
-def _linear_cuda(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
-) -> Tensor:
-    if cu_seqlens is not None:
-        assert_cu_seqlens("linear", cu_seqlens, x.shape[-2], key)
-    return product(x, weight, bias, x.dtype, key)
-
-
-def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 _linear = Operator(
     "fp8_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
-    cpu=_linear_cpu,
-    cuda=_linear_cuda,
-    fake=_linear_fake,
+    cpu=_run_linear,
+    fake=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
 )
 
 

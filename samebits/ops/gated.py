@@ -123,18 +123,8 @@ def _run_backward(grad: Tensor, gate: Tensor, up: Tensor | None, *options: Any) 
     return found
 
 
-def _fake_backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    activation: str,
-    limit: float,
-    alpha: float,
-    interleaved: bool,
-    of_gate: bool,
-    of_up: bool,
-) -> tuple[Tensor, Tensor]:
-    sizes = (True, False) if up is None else (of_gate, of_up)
+def _fake_backward(grad: Tensor, gate: Tensor, up: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    sizes = (True, False) if up is None else options[-2:]
     first, second = (gate.new_empty(gate.shape if there else (0,)) for there in sizes)
     return first, second
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Later, contract_of, on_gpu, unpack_key
+from samebits.backends import Key, Later, contract_of, module_for
 from samebits.backends.logits_in_pieces import empty_grads
 from samebits.backends.replay import refuse
 from samebits.backends.token_logps import GradLogitsInputs, Rows, room_for_logits
@@ -17,7 +17,7 @@ from samebits.ops._checks import check_operands, check_segments, shape
 from samebits.ops._memory import check_accumulator, refuse_overlap
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._segments import sum_in_parts
-from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens, check_cu_seqlens_form, sequences
+from samebits.ops._sequences import check_cu_seqlens_form, check_offsets, sequences
 from samebits.ops.logp import check_target, pieces, watch_target
 
 
@@ -193,15 +193,9 @@ def _refuse_overlap(main_grad: Tensor, **others: Tensor | None) -> None:
 
 def backend_of(t: Tensor, key: Key) -> tuple[Any, Any, Any, str]:
     """On the device of `t`: the modules of linear_logp, logp and products, and the contract's plain key."""
-    if t.is_cuda:
-        parts = ("linear_logp", "logp", "matmul")
-        (main, contract), (logp, _), (products, _) = (on_gpu(p, key, t.get_device()) for p in parts)
-        return main, logp, products, segmented_key(contract, 1)
-    from samebits.backends.reference import linear_logp as reference
-    from samebits.backends.reference import logp as reference_logp
-    from samebits.backends.reference import matmul as reference_matmul
-
-    return reference, reference_logp, reference_matmul, segmented_key(unpack_key(key)[0], 1)
+    parts = (module_for(name, t, key) for name in ("linear_logp", "logp", "matmul"))
+    (main, contract), (logp, _), (products, _) = parts
+    return main, logp, products, segmented_key(contract, 1)
 
 
 _STATISTICS = 3 << 27  # logits in a part of the forward; their statistics take 24 to 36 MiB
@@ -225,7 +219,8 @@ def _forward(
         refuse("memory that overlaps is refused in each call")
         _refuse_overlap(main_grad, hidden=hidden, weight=weight, bias=bias)
     backend, logits, _, contract = backend_of(hidden, key)
-    check_offsets(hidden, cu_seqlens, key)
+    if cu_seqlens is not None:
+        check_offsets("linear_logp", cu_seqlens, hidden.shape[-2], key)
     vocabulary, features = weight.shape
     rows = Rows.empty(target.reshape(-1).contiguous(), vocabulary, ignore_index, scale=scale, entropy=entropy)
     x = hidden.reshape(target.numel(), features)
@@ -241,15 +236,6 @@ def _forward(
 
 def _room(tokens: int, weight: Tensor, keep: bool) -> Tensor:
     return room_for_logits(tokens, weight) if keep else weight.new_empty((tokens, 0), dtype=torch.float32)
-
-
-def check_offsets(hidden: Tensor, cu_seqlens: Tensor | None, key: Key) -> None:
-    if cu_seqlens is None:
-        return
-    if hidden.is_cuda:
-        assert_cu_seqlens("linear_logp", cu_seqlens, hidden.shape[-2], key)
-    else:
-        check_cu_seqlens("linear_logp", cu_seqlens, hidden.shape[-2])
 
 
 def _gradients(
@@ -354,19 +340,8 @@ def gradients_into(
     return dw, db
 
 
-def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    cu_seqlens: Tensor | None,
-    main_grad: Tensor | None,
-    ignore_index: int,
-    scale: float,
-    entropy: bool,
-    keep: bool,
-    key: Key,
-) -> tuple[Tensor, ...]:
+def _fake(hidden: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    target, entropy, keep = given[1], *given[-3:-1]
     shapes = (target.shape, target.shape if entropy else (0,), (target.numel(),), (target.numel(),))
     results = (hidden.new_empty(s, dtype=torch.float32) for s in shapes)
     return *results, _room(target.numel(), weight, keep)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, on_gpu
+from samebits.backends import Key, module_for
 from samebits.backends.replay import refuse
 from samebits.backends.token_logps import Rows, Statistics
 from samebits.ops._checks import check_device, check_operands, shape
@@ -148,11 +148,7 @@ def watch_target(op: str, target: Tensor, vocabulary: int, ignore_index: int, ke
 
 def _backend(t: Tensor, key: Key) -> Any:
     """The module that computes log-probabilities on the device of `t`, of the backend in `key`."""
-    if t.is_cuda:
-        return on_gpu("logp", key, t.get_device())[0]
-    from samebits.backends.reference import logp as reference
-
-    return reference
+    return module_for("logp", t, key)[0]
 
 
 # Logits in one piece. They limit the memory for widened logits on a CPU, and for statistics on a GPU.

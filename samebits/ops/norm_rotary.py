@@ -154,22 +154,14 @@ def _run_backward(of_q: Tensor | None, of_k: Tensor | None, q: Tensor, *args: An
     return found
 
 
-def _fake_backward(
-    of_q: Tensor | None,
-    of_k: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    *args: Any,
-) -> tuple[Tensor, ...]:
-    once, of_q_weight, of_k_weight = args[5], *args[-2:]
+def _fake_backward(of_q: Tensor | None, of_k: Tensor | None, q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    _, *weights = args[:3]
+    once, asked = args[8], args[-2:]
     dtype = torch.float32 if once else q.dtype
-    asked = of_q is not None and of_q_weight, of_k is not None and of_k_weight
     grads = (q.new_empty((0,) if t is None else t.shape) for t in (of_q, of_k))
     terms = (
         q.new_empty(t.shape if there and t is not None and w is not None else (0,), dtype=dtype)
-        for t, w, there in zip((of_q, of_k), (q_weight, k_weight), asked, strict=True)
+        for t, w, there in zip((of_q, of_k), weights, asked, strict=True)
     )
     return *grads, *terms
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samebits.backends import on_gpu
+from samebits.backends import module_for
 from samebits.ops._operator import Operator
 from samebits.ops._rows import check_rows
 
@@ -27,18 +27,12 @@ def rsqrt(x: Tensor) -> Tensor:
     return out
 
 
-def _cpu(x: Tensor) -> Tensor:
-    from samebits.backends.reference import rows as reference
-
-    return reference.rsqrt(x)
-
-
-def _cuda(x: Tensor) -> Tensor:
-    found: Tensor = on_gpu("rsqrt", "", x.get_device())[0].rsqrt(x)
+def _run(x: Tensor) -> Tensor:
+    found: Tensor = module_for("rsqrt", x)[0].rsqrt(x)
     return found
 
 
-_operator = Operator("rsqrt(Tensor x) -> Tensor", cpu=_cpu, cuda=_cuda, fake=lambda x: x.new_empty(x.shape))
+_operator = Operator("rsqrt(Tensor x) -> Tensor", cpu=_run, fake=lambda x: x.new_empty(x.shape))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import on_gpu
+from samebits.backends import module_for
 from samebits.ops import _rows
 from samebits.ops._checks import shape
 from samebits.ops._fused import check_tensors, refuse_gradients
@@ -309,42 +309,17 @@ def _scanned(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backend(t: Tensor) -> Any:
-    if t.is_cuda:
-        return on_gpu("state_space", "", t.get_device())[0]
-    from samebits.backends.reference import state_space as reference
-
-    return reference
+    return module_for("state_space", t)[0]
 
 
-def _forward(
-    x: Tensor,
-    steps: Tensor,
-    decays: Tensor,
-    b: Tensor,
-    c: Tensor,
-    skip: Tensor | None,
-    states: Tensor | None,
-    offsets: Tensor,
-    own: bool,
-    wide: bool,
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float32 if wide else x.dtype
-    found: tuple[Tensor, Tensor] = _backend(x).scan(x, steps, decays, b, c, skip, states, offsets, own, dtype)
+def _forward(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    *rest, wide = given
+    found: tuple[Tensor, Tensor] = _backend(x).scan(x, *rest, torch.float32 if wide else x.dtype)
     return found
 
 
-def _fake(
-    x: Tensor,
-    steps: Tensor,
-    decays: Tensor,
-    b: Tensor,
-    c: Tensor,
-    skip: Tensor | None,
-    states: Tensor | None,
-    offsets: Tensor,
-    own: bool,
-    wide: bool,
-) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    b, offsets, wide = given[2], given[6], given[-1]
     after = x.new_empty((offsets.shape[0] - 1, x.shape[1], b.shape[2]), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=torch.float32 if wide else x.dtype), after
 

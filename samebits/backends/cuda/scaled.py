@@ -14,6 +14,7 @@ from samebits.backends.cuda.products.plan import CudaPlan
 from samebits.backends.cuda.products.scaled_grouped_sm90 import SCALED_GROUPED_SM90, ScaledGrouped
 from samebits.backends.cuda.products.scaled_sm90 import SCALED_SM90, Scaled, ScaledSchedule
 from samebits.backends.cuda.products.schedule_sm90 import round_up
+from samebits.contract import FP8
 from samebits.remedies import see
 
 __all__ = ["scaled_grouped_mm", "scaled_mm"]
@@ -30,6 +31,7 @@ def scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     *,
+    contract: str = FP8.key,
     schedule: ScaledSchedule | None = None,
 ) -> Tensor:
     """``a @ b.T`` with scales, for arguments that an operation has checked.
@@ -42,6 +44,7 @@ def scaled_mm(
             row of b both have the same meaning.
         bias: ``[N]``, contiguous.
         out_dtype: float32, bfloat16 or float16.
+        contract: FP8, the only one.
         schedule: replaces the default choice. It never changes a bit.
 
     Raises:
@@ -71,6 +74,7 @@ def scaled_grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     *,
+    contract: str = FP8.key,
     schedule: ScaledSchedule | None = None,
 ) -> Tensor:
     """``a[t] @ b[g].T`` with scales for the rows t of every group g, and +0 for rows of none.
@@ -82,7 +86,7 @@ def scaled_grouped_mm(
         scale_b: ``[G, ...]``: for each matrix as :func:`scaled_mm` takes it.
         offs: the groups' ends, or with ``a[G, M, K]`` the numbers of their rows: int32 ``[G]``.
         bias: ``[G, N]``, contiguous.
-        out_dtype, schedule: as of :func:`scaled_mm`.
+        out_dtype, contract, schedule: as of :func:`scaled_mm`.
 
     Raises:
         UnavailableError: the GPU's FP8 arithmetic is not known to be the contract's, or G is above 1,024.
