@@ -375,6 +375,6 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     for i, count in ((at, 1), (at + 3, 4096)):
         n, dtype, out, aligned = ways[i % len(ways)]
         for entry in ("add_rms_norm", "add_rms_norm_backward"):
-            sharing = rows.choose_sharing(entry, count, n, dtype, aligned, out == F32)
-            cubin = resources(rows.kernel_spec(entry, dtype, out, out, sharing), arch)
-            assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0), (entry, n, dtype, out, sharing)
+            schedule = rows.choose(entry, count, n, dtype, aligned, out == F32)
+            cubin = resources(rows.kernel_spec(entry, dtype, out, out, schedule), arch)
+            assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0), (entry, n, dtype, out, schedule)

@@ -427,8 +427,8 @@ def test_gradients_are_those_of_the_maths() -> None:
 def test_kernels_compile_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.core")
     types = (F32, BF16, F16), (F16, F32, F32)
-    shared = rows.Sharing(1, 1, 4), rows.Sharing(8, 0, 1)
-    specs = [rows.kernel_spec("row_sum", *of, sharing) for of, sharing in zip(types, shared, strict=True)]
+    shared = rows.RowSchedule(1, 1, 4), rows.RowSchedule(8, 0, 1)
+    specs = [rows.kernel_spec("row_sum", *of, schedule) for of, schedule in zip(types, shared, strict=True)]
     specs += [columns.kernel_spec("column_sums", F16, BF16, F32, vector=vector) for vector in (1, 8)]
     specs += [rows.long_spec(BF16, F32, vector) for vector in (1, 8)]
     widths = [(1024, F16), (4096, BF16), (7168, BF16), (8192, BF16), (12288, BF16), (16384, BF16)]

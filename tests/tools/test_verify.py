@@ -240,7 +240,7 @@ def test_reductions_cover_what_the_backends_offer() -> None:
         name
         for name, f in vars(cuda_rows).items()
         if inspect.isfunction(f) and f.__module__ in modules and not name.startswith("_")
-    } - {"kernel_spec", "launch", "long_spec", "choose_sharing", "sharings"}
+    } - {"kernel_spec", "launch", "long_spec", "choose", "schedules"}
     right = reductions.reference(HELD_TO)
     spy = mock.Mock(wraps=right.rows)
     for name, kernel in reductions.KERNELS.items():
@@ -499,7 +499,7 @@ def test_a_run_from_end_to_end(
     monkeypatch.setattr(segments, "loads", lambda *of: ())
     layers = fused.fused_cases(True)[:2]
     monkeypatch.setattr(fused, "fused_cases", lambda thorough: layers)
-    monkeypatch.setattr(fused, "_sharings", lambda case: [None])
+    monkeypatch.setattr(fused, "_schedules", lambda case: [None])
     monkeypatch.setattr(fused, "loads", lambda *of: ())
     in_fp8, groups_in_fp8 = scaled.scaled_cases(True)[:2], scaled_grouped.scaled_grouped_cases(True)[:2]
     monkeypatch.setattr(scaled, "scaled_cases", lambda thorough: in_fp8)

@@ -19,7 +19,7 @@ CASES = fused.fused_cases(False)
 @pytest.fixture(autouse=True)
 def _one_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "finish", lambda doing: None)
-    monkeypatch.setattr(fused, "_sharings", lambda case: [None])
+    monkeypatch.setattr(fused, "_schedules", lambda case: [None])
 
 
 def report() -> Report:
@@ -38,10 +38,10 @@ def test_cases_cover_kernels_dtypes_and_kinds_of_values() -> None:
 
 
 @pytest.mark.parametrize("what", ["shapes", "gradients", "in place"])
-def test_a_given_sharing_computes_what_the_public_function_does(what: str) -> None:
+def test_a_given_schedule_computes_what_the_public_function_does(what: str) -> None:
     for case in [c for c in CASES if c.row and c.what == what][::7]:
         operands = case.draw()
-        for got, want in zip(case.run(*operands, sharing=1), case.run(*operands), strict=True):
+        for got, want in zip(case.run(*operands, schedule=1), case.run(*operands), strict=True):
             assert_same_bits(got, want)
 
 
@@ -64,7 +64,7 @@ def test_a_wrong_kernel_is_found(case: fused.FusedCase, wrong: bool) -> None:
 
 
 def test_every_way_to_share_rows_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_sharings", lambda case: [None, 1] if case.row else [None])
+    monkeypatch.setattr(fused, "_schedules", lambda case: [None, 1] if case.row else [None])
     shared = [case for case in SOME if case.row]
     calls = list(fused.loads(shared[:2], CPU))
     assert len(calls) == 4

@@ -20,14 +20,14 @@ def add_rms_norm(
     once: bool,
     dtype: torch.dtype,
     *,
-    sharing: rows.Sharing | None = None,
+    schedule: rows.RowSchedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """RMS norm in `dtype` of the rows of `x`, or of their sums with `residual`, and these sums."""
     device = x.get_device()
     out = runtime.empty(x.shape, dtype, device)
     total = runtime.empty((0,) if residual is None else x.shape, x.dtype, device)
     into = out, total if residual is not None else None
-    add_rms_norm_into(x, residual, weight, *into, eps, offset, once, sharing=sharing)
+    add_rms_norm_into(x, residual, weight, *into, eps, offset, once, schedule=schedule)
     return out, total
 
 
@@ -41,7 +41,7 @@ def add_rms_norm_into(
     offset: float,
     once: bool,
     *,
-    sharing: rows.Sharing | None = None,
+    schedule: rows.RowSchedule | None = None,
 ) -> None:
     """The same into `out` and `total`, which may be operands."""
     if x.numel() == 0:
@@ -68,7 +68,7 @@ def add_rms_norm_into(
         n,
         x.get_device(),
         types,
-        sharing,
+        schedule,
         low,
         *operands,
         *(*itertools.chain(*steps), rows_in_all, inner, n, eps, offset, int(once)),
@@ -88,7 +88,7 @@ def add_rms_norm_backward(
     once: bool,
     weighted: bool,
     *,
-    sharing: rows.Sharing | None = None,
+    schedule: rows.RowSchedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x and residual; and, if `weighted`, what is summed over rows for that of the weight."""
     n, device = s.shape[-1], s.get_device()
@@ -112,7 +112,7 @@ def add_rms_norm_backward(
         n,
         device,
         types,
-        sharing,
+        schedule,
         low,
         *(address(x), address(g), address(more), address(weight), out.data_ptr()),
         *(terms.data_ptr() if weighted else 0, *steps, count, n, eps, offset, 1 / n, int(once)),

@@ -59,7 +59,7 @@ def grouped_rows(
 ) -> Tensor:
     """``a[t, K] @ b[g, K, N] (+ bias[g, N])`` for the rows t of every group g, and +0 for rows of none."""
     out = runtime.empty((a.shape[0], b.shape[2]), out_dtype, a.get_device())
-    _launch(_planned(GroupedOperands(a, b, out, _contiguous(offs), bias), contract))
+    _launch(_call(GroupedOperands(a, b, out, _contiguous(offs), bias), contract))
     return out
 
 
@@ -69,7 +69,7 @@ def grouped_terms(
     """``a[M, t] @ b[t, N]`` over the rows t of every group: chains over sequences from +0."""
     out = runtime.empty((offs.shape[0], a.shape[0], b.shape[1]), out_dtype, a.get_device())
     offs = _contiguous(offs)
-    _launch(_planned(GroupedOperands(a, b, out, offs, runs=runs(sequences, offs)), contract))
+    _launch(_call(GroupedOperands(a, b, out, offs, runs=runs(sequences, offs)), contract))
     return out
 
 
@@ -81,9 +81,9 @@ def grouped_terms_later(
         out, a, b = out.mT, b.mT, a.mT
     offs = _contiguous(offs)
     x = GroupedOperands(a, b, out, offs, runs=runs(sequences, offs), accumulate=True)
-    planned = _planned(x, contract)
-    planned[0].encode(a.data_ptr(), b.data_ptr(), out.data_ptr())
-    return partial(_launch, planned)
+    call = _call(x, contract)
+    call[0].encode(a.data_ptr(), b.data_ptr(), out.data_ptr())
+    return partial(_launch, call)
 
 
 RUNS = compiler.KernelSpec("grouped_runs.cu", "grouped_runs", "3P2i", (), block=512)
@@ -106,7 +106,7 @@ def _contiguous(t: Tensor) -> Tensor:
     return t if t.is_contiguous() else t.contiguous()
 
 
-def _plan_of(p: GroupedProduct) -> CudaPlan:
+def _chosen_plan(p: GroupedProduct) -> CudaPlan:
     kernel, schedule = chosen(p)
     return kernel.plan(p, schedule)
 
@@ -120,7 +120,7 @@ def _segmented_plan(p: GroupedProduct, segments: int) -> CudaPlan:
     a = part_of(p.a, (p.rows, k), p.a.strides, steps[0])
     b = part_of(p.b, (p.groups, k, p.n), p.b.strides, steps[1])
     part = replace(p, a=a, b=b, out=Matrix(torch.float32, (p.m, p.n), (at.row, 1)), bias=None)
-    inner = _plan_of(part)
+    inner = _chosen_plan(part)
     tree = tree_launch(p.device, segments, (at.segment, at.row), p.out, p.bias, p.groups)
 
     def launch(a: int, b: int, out: int, offs: int, bias: int, runs: int) -> None:
@@ -133,18 +133,18 @@ def _segmented_plan(p: GroupedProduct, segments: int) -> CudaPlan:
     return CudaPlan(launch)
 
 
-_Planned = tuple[CudaPlan, GroupedOperands]
+_Call = tuple[CudaPlan, GroupedOperands]
 
 
-def _launch(planned: _Planned) -> None:
-    plan, x = planned
+def _launch(call: _Call) -> None:
+    plan, x = call
     plan.run(x)
 
 
 _plans: Plans[CudaPlan] = Plans()
 
 
-def _planned(x: GroupedOperands, contract: str) -> _Planned:
+def _call(x: GroupedOperands, contract: str) -> _Call:
     """The plan of the fastest kernel for these operands."""
     a, b, out, bias = x.a, x.b, x.out, x.bias
     key = (
@@ -159,5 +159,5 @@ def _planned(x: GroupedOperands, contract: str) -> _Planned:
         check_contract(contract, a.get_device())
         p = GroupedProduct.of(x, contract_from_key(contract).step)
         segments = 1 if p.of_terms else check_terms(contract, p.k)
-        plan = _plans.keep(key, _segmented_plan(p, segments) if segments > 1 else _plan_of(p))
+        plan = _plans.keep(key, _segmented_plan(p, segments) if segments > 1 else _chosen_plan(p))
     return plan, x

@@ -151,7 +151,7 @@ def grad_logits(
 def grad_logits_later(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
 ) -> Later:
-    """:func:`grad_logits` as a step: of contiguous rows, in tensors that must live until then."""
+    """:func:`grad_logits`, later: of contiguous rows, in tensors that must live until then."""
     if logits.numel() == 0:
         return int
     tokens, width = logits.shape

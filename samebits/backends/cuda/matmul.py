@@ -65,7 +65,7 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
         out = runtime.empty((*a.shape[:-1], b.shape[1]), out_dtype, a.get_device())
         if a.ndim > 2 and not a.is_contiguous():
             a = a.reshape(a.shape[:-1].numel(), a.shape[-1])
-        plan, addresses, _ = _planned(a, b, out, contract, bias=bias, fresh=True)
+        plan, addresses, _ = _call(a, b, out, contract, bias=bias, fresh=True)
         plan.launch(*addresses)
         return out
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -73,7 +73,7 @@ def matmul(a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype,
     out = runtime.empty((*batch, M, N), out_dtype, a.get_device())
     a3 = a.expand(*batch, M, K).reshape(batch.numel(), M, K)
     b3 = b.expand(*batch, K, N).reshape(batch.numel(), K, N)
-    _launch(_planned(a3, b3, out.view(batch.numel(), M, N), contract, bias=bias, fresh=True))
+    _launch(_call(a3, b3, out.view(batch.numel(), M, N), contract, bias=bias, fresh=True))
     return out
 
 
@@ -101,7 +101,7 @@ def addbmm_later(
     out: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, *, accumulate: bool, contract: str
 ) -> Later:
     """`addbmm` into ``out``. Chains start from +0, or from the values in ``out``."""
-    return _later(_sequences_planned(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate))
+    return _later(_call_of_sequences(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate))
 
 
 def matmul_later(
@@ -113,7 +113,7 @@ def matmul_later(
     values to start from.
     """
     refuse_start(contract, accumulate)
-    return _later(_planned(a, b, out, contract, bias=bias, accumulate=accumulate))
+    return _later(_call(a, b, out, contract, bias=bias, accumulate=accumulate))
 
 
 def tree_later(out: Tensor, partials: Tensor) -> Later:
@@ -147,12 +147,12 @@ def rounded(chain: Tensor, dtype: torch.dtype) -> Tensor:
 def _run_sequences(
     a: Tensor, b: Tensor, out: Tensor, contract: str, *, cu_seqlens: Tensor | None, accumulate: bool
 ) -> None:
-    _launch(_sequences_planned(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate))
+    _launch(_call_of_sequences(a, b, out, contract, cu_seqlens=cu_seqlens, accumulate=accumulate))
 
 
-def _sequences_planned(
+def _call_of_sequences(
     a: Tensor, b: Tensor, out: Tensor, contract: str, *, cu_seqlens: Tensor | None, accumulate: bool
-) -> _Planned:
+) -> _Call:
     B, S, M, K = a.shape
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
@@ -170,7 +170,7 @@ def _sequences_planned(
         a, b = a[:, 0], b[:, 0]
         if B == 1:
             a, b, out = a[0], b[0], out[0]
-    return _planned(a, b, out, contract, sequences=True, cu_seqlens=cu_seqlens, accumulate=accumulate)
+    return _call(a, b, out, contract, sequences=True, cu_seqlens=cu_seqlens, accumulate=accumulate)
 
 
 _MOST_KEPT = 4096
@@ -190,17 +190,17 @@ def _one_axis(t: Tensor, k: int) -> bool:
     return t.stride(1) == t.shape[k] * t.stride(k)
 
 
-_Planned = tuple[CudaPlan, tuple[int, int, int, int, int, int], Tensor | None]
+_Call = tuple[CudaPlan, tuple[int, int, int, int, int, int], Tensor | None]
 """A plan, its addresses, and cu_seqlens, which must live as long: it may be a copy made for this launch."""
 
 
-def _launch(planned: _Planned) -> None:
-    plan, addresses, _ = planned
+def _launch(call: _Call) -> None:
+    plan, addresses, _ = call
     plan.launch(*addresses)
 
 
-def _later(planned: _Planned) -> Later:
-    plan, addresses, cu_seqlens = planned
+def _later(call: _Call) -> Later:
+    plan, addresses, cu_seqlens = call
     launch = plan.later(*addresses)
     return launch if cu_seqlens is None else partial(_launch_holding, launch, cu_seqlens)
 
@@ -212,7 +212,7 @@ def _launch_holding(launch: Later, cu_seqlens: Tensor) -> None:
 _plans: Plans[CudaPlan] = Plans()
 
 
-def _planned(
+def _call(
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -223,7 +223,7 @@ def _planned(
     cu_seqlens: Tensor | None = None,
     accumulate: bool = False,
     fresh: bool = False,
-) -> _Planned:
+) -> _Call:
     """The plan of the fastest kernel for these operands, and their addresses.
 
     With `sequences` the terms belong to sequences, in the contract's sense. With `accumulate` the chains
@@ -269,13 +269,13 @@ def _plan(operands: Operands, contract: str) -> CudaPlan:
     p = Product.of(operands, contract_from_key(contract).step)
     segments = 1 if p.sequences else check_terms(contract, p.k)
     if segments == 1:
-        return _plan_of(p)
+        return _chosen_plan(p)
     if segmented_sm90.supports(p, segments):
         return segmented_sm90.plan(p, segments)
-    return segmented_plan(p, segments, _plan_of)
+    return segmented_plan(p, segments, _chosen_plan)
 
 
-def _plan_of(p: Product) -> CudaPlan:
+def _chosen_plan(p: Product) -> CudaPlan:
     kernel, schedule = chosen(p)
     return kernel.plan(p, schedule)
 

@@ -14,7 +14,7 @@ from samebits.backends.cuda.plans import kept
 _THREADS = 256
 _WIDEST = 32768  # bytes of a row that has room in shared memory beside others
 
-# By bytes of a value: for rows of up to so many values, the columns, stages and blocks of `Shares`. Measured:
+# By bytes of a value: for rows of up to so many values, the columns, stages and blocks. Measured:
 # docs/kernels/rows.md.
 _SHARES = {
     2: (
@@ -25,7 +25,7 @@ _SHARES = {
 }
 
 
-class Shares(NamedTuple):
+class NormSchedule(NamedTuple):
     """How threads share the work: the macros of norm_gradients.cu of these names. It changes no bit."""
 
     columns: int
@@ -41,13 +41,13 @@ class Shares(NamedTuple):
     """1: rows fill all passes."""
 
 
-def choose(n: int, itemsize: int) -> Shares:
+def choose(n: int, itemsize: int) -> NormSchedule:
     """In narrow rows as few columns as still read memory by whole sectors, in others what was fastest."""
     warps = next((w for w in (1, 2, 4) if n <= w * 512), 8)
     passes = next(p for p in (1, 2, 4) if n <= p * warps * 512)
     columns, stages, blocks = next(of for most, *of in _SHARES[itemsize] if n <= most)
     each, ahead = (1, 2) if columns <= 32 else (2, 4)
-    return Shares(
+    return NormSchedule(
         *(columns, each, ahead, warps, passes),
         stages=stages,
         blocks=blocks,
@@ -55,21 +55,23 @@ def choose(n: int, itemsize: int) -> Shares:
     )
 
 
-def kernel_spec(x: torch.dtype, param: torch.dtype, sums: torch.dtype, shares: Shares) -> compiler.KernelSpec:
+def kernel_spec(
+    x: torch.dtype, param: torch.dtype, sums: torch.dtype, s: NormSchedule
+) -> compiler.KernelSpec:
     """The kernel of norm_gradients.cu."""
     run = 16 // x.itemsize
     types = ("IN", TYPES[x]), ("OUT", TYPES[x]), ("PARAM", TYPES[param]), ("SUMS", TYPES[sums])
-    of_columns = ("COLUMNS", shares.columns), ("EACH", shares.each), ("AHEAD", shares.ahead)
-    of_rows = ("WARPS", shares.warps), ("PASSES", shares.passes), ("VECTOR", run), ("WHOLE", shares.whole)
-    stages, blocks = shares.stages, shares.blocks
+    of_columns = ("COLUMNS", s.columns), ("EACH", s.each), ("AHEAD", s.ahead)
+    of_rows = ("WARPS", s.warps), ("PASSES", s.passes), ("VECTOR", run), ("WHOLE", s.whole)
+    stages, blocks = s.stages, s.blocks
     if param == torch.float32:  # it takes more registers
-        stages, blocks = max(stages, int(shares.passes > 1)), min(blocks, 3)
+        stages, blocks = max(stages, int(s.passes > 1)), min(blocks, 3)
     read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", 0)
-    across = shares.columns // run
-    producers = _THREADS // 32 - max(1, shares.columns // (32 * shares.each))
-    pitch = shares.columns + (across if across < 8 else 0)
-    stage = shares.ahead * (32 // across) // 2 * pitch * 16
-    row = stages * shares.passes * 16 * _THREADS * x.itemsize
+    across = s.columns // run
+    producers = _THREADS // 32 - max(1, s.columns // (32 * s.each))
+    pitch = s.columns + (across if across < 8 else 0)
+    stage = s.ahead * (32 // across) // 2 * pitch * 16
+    row = stages * s.passes * 16 * _THREADS * x.itemsize
     return compiler.KernelSpec(
         *("norm_gradients.cu", "norm_gradients", "PPPPPPqqqqqqPPq"),
         (*types, *of_columns, *of_rows, *read),
@@ -83,11 +85,11 @@ def _kernel(
     device: int, n: int, x: torch.dtype, param: torch.dtype, sums: torch.dtype
 ) -> tuple[runtime.Kernel, int, int]:
     """The kernel, its columns of a block, and the rows of one."""
-    shares = choose(n, x.itemsize)
+    s = choose(n, x.itemsize)
     return (
-        runtime.load(kernel_spec(x, param, sums, shares), device),
-        shares.columns,
-        _THREADS // 32 // shares.warps,
+        runtime.load(kernel_spec(x, param, sums, s), device),
+        s.columns,
+        _THREADS // 32 // s.warps,
     )
 
 

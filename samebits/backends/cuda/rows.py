@@ -69,7 +69,7 @@ _OF_ROWS = (
 )  # the kernels of rows.cu
 
 
-class Sharing(NamedTuple):
+class RowSchedule(NamedTuple):
     """How threads share a row: the macros of row.cuh of these names. It changes no bit."""
 
     warps: int
@@ -89,9 +89,9 @@ class Sharing(NamedTuple):
     """Of `add_rms_norm` alone: lanes that share an aligned row of up to 256 entries. 0: whole warps do."""
 
 
-def choose_sharing(
+def choose(
     entry: str, rows: int, n: int, dtype: torch.dtype, aligned: bool, wide: bool = False
-) -> Sharing:
+) -> RowSchedule:
     """As few warps as take a row in a pass, or in two where there are many rows of 16-bit values.
 
     Sums of long rows that are not aligned take them in pieces. `wide`: whether OUT or PARAM is f32.
@@ -104,18 +104,18 @@ def choose_sharing(
     held = next((p for p in (1, 2, 4) if n <= p * warps * _PASS), 0)
     vector = 16 // dtype.itemsize if aligned and n * dtype.itemsize % 16 == 0 else 1
     if entry == "row_sum" and many and narrow and vector == 1 and n > _IN_PIECES:
-        return Sharing(2, 0, vector, blocks=4)
+        return RowSchedule(2, 0, vector, blocks=4)
     staged = many and vector > 1 and not fetched
     stages = _STAGES.get(entry, {}).get((held, dtype.itemsize), 0) if staged else 0
     blocks = {2: 4, 4: 3}.get(held * dtype.itemsize, 2)
     if narrow and (vector > 1 or entry == "softmax"):  # the others' registers spill if rows are not aligned
         blocks += (entry, held) in _SMALL or (fetched and held == 1)
     if entry == "add_rms_norm" and vector > 1 and n <= 2 * VOCAB_BLOCK:
-        return Sharing(1, 1, vector, blocks=4, lanes=8 if n <= VOCAB_BLOCK else 16)
+        return RowSchedule(1, 1, vector, blocks=4, lanes=8 if n <= VOCAB_BLOCK else 16)
     if entry in _ELSEWHERE and (vector == 1 or entry.endswith("backward")):  # of several matrices
         blocks = 2
     spills = entry.endswith("backward") and warps * held > 8
-    sharing = Sharing(
+    schedule = RowSchedule(
         *(warps, held, vector),
         stages=stages,
         blocks=blocks,
@@ -123,13 +123,13 @@ def choose_sharing(
         fetched=int(fetched and held > 0),
     )
     of_a_warp = many and vector > 1 and (warps, held) == (1, 2) and not wide
-    return sharing._replace(**_OF_A_WARP.get(entry, {})) if of_a_warp else sharing
+    return schedule._replace(**_OF_A_WARP.get(entry, {})) if of_a_warp else schedule
 
 
-def sharings(n: int, dtype: torch.dtype) -> list[Sharing]:
+def schedules(n: int, dtype: torch.dtype) -> list[RowSchedule]:
     """All choices for rows of `n` values."""
     cases = itertools.product(_OF_ROWS, (1, _MANY), (True, False), (False, True))
-    every = (choose_sharing(entry, rows, n, dtype, of, wide) for entry, rows, of, wide in cases)
+    every = (choose(entry, rows, n, dtype, of, wide) for entry, rows, of, wide in cases)
     found = list(dict.fromkeys(every))
     return found + [s._replace(split=True) for s in found if n >= _LONG]
 
@@ -139,37 +139,37 @@ def kernel_spec(
     x: torch.dtype,
     out: torch.dtype,
     param: torch.dtype,
-    sharing: Sharing,
+    schedule: RowSchedule,
     *,
     programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """A kernel of rows.cu, or of a file of its own that shares rows in the same ways."""
     types = ("IN", TYPES[x]), ("OUT", TYPES[out]), ("PARAM", TYPES[param])
-    stages = _staged(entry, x, sharing)
-    shared = ("WARPS", sharing.warps), ("PASSES", sharing.passes), ("VECTOR", sharing.vector)
-    bounds = ("WHOLE", sharing.whole)
+    stages = _staged(entry, x, schedule)
+    shared = ("WARPS", schedule.warps), ("PASSES", schedule.passes), ("VECTOR", schedule.vector)
+    bounds = ("WHOLE", schedule.whole)
     wide = torch.float32 in (out, param) and stages == 0  # takes more registers
-    blocks = min(sharing.blocks, 2 if sharing.passes > 1 else 3) if wide else sharing.blocks
-    read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", sharing.fetched)
-    lanes = (("LANES", sharing.lanes),) if entry == "add_rms_norm" else ()
+    blocks = min(schedule.blocks, 2 if schedule.passes > 1 else 3) if wide else schedule.blocks
+    read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", schedule.fetched)
+    lanes = (("LANES", schedule.lanes),) if entry == "add_rms_norm" else ()
     return compiler.KernelSpec(
         *(_ELSEWHERE.get(entry, "rows.cu"), entry, _PARAMS[entry], (*types, *shared, bounds, *read, *lanes)),
         block=_THREADS,
         programmatic=programmatic,
-        smem=stages * _bytes_of_row(entry, x, sharing),
+        smem=stages * _bytes_of_row(entry, x, schedule),
     )
 
 
-def _staged(entry: str, x: torch.dtype, sharing: Sharing) -> int:
+def _staged(entry: str, x: torch.dtype, schedule: RowSchedule) -> int:
     """Rows of each matrix on their way: as many as fit, at least two, or none."""
-    of_row = _bytes_of_row(entry, x, sharing)
-    stages = min(sharing.stages, _SMEM // sharing.blocks // of_row) if of_row else 0
+    of_row = _bytes_of_row(entry, x, schedule)
+    stages = min(schedule.stages, _SMEM // schedule.blocks // of_row) if of_row else 0
     return stages if stages > 1 else 0
 
 
-def _bytes_of_row(entry: str, x: torch.dtype, sharing: Sharing) -> int:
+def _bytes_of_row(entry: str, x: torch.dtype, schedule: RowSchedule) -> int:
     """Shared memory of a block for the rows that it takes at a time."""
-    return sharing.passes * 16 * _THREADS * x.itemsize if entry in _STAGES else 0
+    return schedule.passes * 16 * _THREADS * x.itemsize if entry in _STAGES else 0
 
 
 @kept
@@ -182,21 +182,21 @@ def _plan(
     out: torch.dtype,
     param: torch.dtype,
     aligned: bool,
-    given: Sharing | None,
+    given: RowSchedule | None,
 ) -> tuple[runtime.Kernel, int, int]:
     """A kernel of rows.cu, the rows that a block takes at a time, and how many blocks there are at most.
 
     `given` is a choice that is made already, if it is one for such rows; unaligned ones have 1 as `vector`.
     """
-    sharing = choose_sharing(entry, _MANY if many else 1, n, x, aligned, torch.float32 in (out, param))
-    if given is not None and given in sharings(n, x):
-        sharing = given if aligned else given._replace(vector=1, stages=0, whole=0)
+    schedule = choose(entry, _MANY if many else 1, n, x, aligned, torch.float32 in (out, param))
+    if given is not None and given in schedules(n, x):
+        schedule = given if aligned else given._replace(vector=1, stages=0, whole=0)
     if entry != "add_rms_norm" or not aligned:
-        sharing = sharing._replace(lanes=0)
+        schedule = schedule._replace(lanes=0)
     info = devices.device_info(device)
-    spec = kernel_spec(entry, x, out, param, sharing, programmatic=info.arch.copies_tiles)
-    most = info.sm_count * sharing.blocks if _staged(entry, x, sharing) else _ANY
-    rows_of_block = _THREADS // (sharing.lanes or 32 * sharing.warps)
+    spec = kernel_spec(entry, x, out, param, schedule, programmatic=info.arch.copies_tiles)
+    most = info.sm_count * schedule.blocks if _staged(entry, x, schedule) else _ANY
+    rows_of_block = _THREADS // (schedule.lanes or 32 * schedule.warps)
     return runtime.load(spec, device), rows_of_block, most
 
 
@@ -205,12 +205,12 @@ def _launch(
     like: Tensor,
     out: torch.dtype,
     param: torch.dtype,
-    sharing: Sharing | None,
+    schedule: RowSchedule | None,
     low: int,
     *values: Any,
 ) -> None:
     """:func:`launch` on the rows of the matrix `like`."""
-    launch(entry, *like.shape, like.get_device(), (like.dtype, out, param), sharing, low, *values)
+    launch(entry, *like.shape, like.get_device(), (like.dtype, out, param), schedule, low, *values)
 
 
 def launch(
@@ -219,7 +219,7 @@ def launch(
     n: int,
     device: int,
     types: tuple[torch.dtype, torch.dtype, torch.dtype],
-    sharing: Sharing | None,
+    schedule: RowSchedule | None,
     low: int,
     *values: Any,
 ) -> None:
@@ -230,29 +230,29 @@ def launch(
         rows, n: how many there are, and their length.
         device: index of the GPU.
         types: IN, OUT and PARAM.
-        sharing: instead of the choice, if it is one for such rows. It never changes a bit. None: the choice.
+        schedule: instead of the choice, if it is one for such rows. It never changes a bit. None: the choice.
         low: addresses, and bytes from row to row, by bitwise or. All are multiples of 16 if this is.
         values: the kernel's parameters.
     """
     if rows == 0:
         return
-    if sharing is not None:
-        replay.refuse("a sharing is given")
-    kernel, per_block, most = _plan(entry, device, rows >= _MANY, n, *types, low & 15 == 0, sharing)
+    if schedule is not None:
+        replay.refuse("a schedule is given")
+    kernel, per_block, most = _plan(entry, device, rows >= _MANY, n, *types, low & 15 == 0, schedule)
     kernel.launch((min(-(-rows // per_block), most), 1, 1), *values)
 
 
-def row_sum(x: Tensor, mean: bool, dtype: torch.dtype, *, sharing: Sharing | None = None) -> Tensor:
+def row_sum(x: Tensor, mean: bool, dtype: torch.dtype, *, schedule: RowSchedule | None = None) -> Tensor:
     """Sums or means in `dtype` of the rows of ``x[rows, n]``."""
-    return _summed(x, int(mean), dtype, sharing)
+    return _summed(x, int(mean), dtype, schedule)
 
 
-def row_norm(x: Tensor, dtype: torch.dtype, *, sharing: Sharing | None = None) -> Tensor:
+def row_norm(x: Tensor, dtype: torch.dtype, *, schedule: RowSchedule | None = None) -> Tensor:
     """2-norms in `dtype` of the rows of ``x[rows, n]``."""
-    return _summed(x, 2, dtype, sharing)
+    return _summed(x, 2, dtype, schedule)
 
 
-def _summed(x: Tensor, what: int, dtype: torch.dtype, sharing: Sharing | None) -> Tensor:
+def _summed(x: Tensor, what: int, dtype: torch.dtype, schedule: RowSchedule | None) -> Tensor:
     """Sums (0), means (1) or 2-norms (2) of rows."""
     x = with_rows(x)
     rows, n = x.shape
@@ -260,13 +260,13 @@ def _summed(x: Tensor, what: int, dtype: torch.dtype, sharing: Sharing | None) -
     at, step = x.data_ptr(), x.stride(0)
     low = at | step * x.itemsize
     split = n >= _LONG and 0 < rows <= 64
-    if sharing is not None:
-        replay.refuse("a sharing is given")
-        split = sharing.split if sharing in sharings(n, x.dtype) else split
+    if schedule is not None:
+        replay.refuse("a schedule is given")
+        split = schedule.split if schedule in schedules(n, x.dtype) else split
     if split:
         _sum_long(x, out, low, what)
     else:
-        _launch("row_sum", x, dtype, dtype, sharing, low, at, out.data_ptr(), step, rows, n, what)
+        _launch("row_sum", x, dtype, dtype, schedule, low, at, out.data_ptr(), step, rows, n, what)
     return out
 
 
@@ -305,26 +305,26 @@ def _long_kernel(device: int, x: torch.dtype, out: torch.dtype, aligned: bool) -
     return runtime.load(spec, device), _LONG_BLOCKS * info.sm_count
 
 
-def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype, *, sharing: Sharing | None = None) -> Tensor:
+def softmax(x: Tensor, logarithm: bool, dtype: torch.dtype, *, schedule: RowSchedule | None = None) -> Tensor:
     """Softmax or its logarithm in `dtype` of the rows of ``x[rows, n]``."""
     x = with_rows(x)
     out = runtime.empty(x.shape, dtype, x.get_device())
     at, step = x.data_ptr(), x.stride(0)
     entry = "log_softmax" if logarithm else "softmax"
     low = at | step * x.itemsize
-    _launch(entry, x, dtype, dtype, sharing, low, at, out.data_ptr(), step, *x.shape)
+    _launch(entry, x, dtype, dtype, schedule, low, at, out.data_ptr(), step, *x.shape)
     return out
 
 
 def softmax_backward(
-    grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dtype, *, sharing: Sharing | None = None
+    grad: Tensor, out: Tensor, logarithm: bool, dtype: torch.dtype, *, schedule: RowSchedule | None = None
 ) -> Tensor:
     """Gradients in `dtype` of the rows that gave `out`."""
     grad, y = grad.contiguous(), out.contiguous()
     dx = runtime.empty(grad.shape, dtype, grad.get_device())
     at, y_at = grad.data_ptr(), y.data_ptr()
     entry = "log_softmax_backward" if logarithm else "softmax_backward"
-    _launch(entry, grad, dtype, y.dtype, sharing, at | y_at, at, y_at, dx.data_ptr(), *grad.shape)
+    _launch(entry, grad, dtype, y.dtype, schedule, at | y_at, at, y_at, dx.data_ptr(), *grad.shape)
     return dx
 
 
@@ -335,7 +335,7 @@ def norm(
     eps: float,
     centred: bool,
     *,
-    sharing: Sharing | None = None,
+    schedule: RowSchedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm of the rows of ``x[rows, n]`` (RMS norm without `centred`), means and 1 / deviations."""
     x = with_rows(x)
@@ -347,7 +347,7 @@ def norm(
     param = next((t.dtype for t in (weight, bias) if t is not None), torch.float32)
     at, weight_at, bias_at, step = x.data_ptr(), address(weight), address(bias), x.stride(0)
     _launch(
-        *("layer_norm" if centred else "rms_norm", x, x.dtype, param, sharing),
+        *("layer_norm" if centred else "rms_norm", x, x.dtype, param, schedule),
         at | weight_at | bias_at | step * x.itemsize,
         *(at, weight_at, bias_at, out.data_ptr(), means.data_ptr() if centred else 0, scales.data_ptr()),
         *(step, *x.shape, eps),
@@ -362,7 +362,7 @@ def norm_backward(
     means: Tensor,
     scales: Tensor,
     *,
-    sharing: Sharing | None = None,
+    schedule: RowSchedule | None = None,
 ) -> Tensor:
     """Gradients of the rows of `x`."""
     x, grad = with_rows(x), with_rows(grad)
@@ -375,7 +375,7 @@ def norm_backward(
         (grad.stride(0), x.stride(0)),
     )
     _launch(
-        *("norm_backward", x, x.dtype, torch.float32 if weight is None else weight.dtype, sharing),
+        *("norm_backward", x, x.dtype, torch.float32 if weight is None else weight.dtype, schedule),
         at | grad_at | weight_at | (steps[0] | steps[1]) * x.itemsize,
         *(grad_at, at, weight_at, means.data_ptr() if means.numel() else 0, scales.data_ptr()),
         # The last rows first: the sums over tokens, which follow, then find the first ones in the L2 cache.
@@ -402,13 +402,13 @@ def norm_gradients(
     scales: Tensor,
     dtype: torch.dtype,
     *,
-    sharing: Sharing | None = None,
+    schedule: RowSchedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rows of `x`, and in `dtype` of weight and bias."""
     if together.takes(grad, x, weight):
         return together.norm_gradients(grad, x, weight, means, scales, dtype)
     return (
-        norm_backward(grad, x, weight, means, scales, sharing=sharing),
+        norm_backward(grad, x, weight, means, scales, schedule=schedule),
         *norm_columns(grad, x, means, scales, dtype),
     )
 

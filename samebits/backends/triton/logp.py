@@ -85,7 +85,7 @@ def grad_logits(
 def grad_logits_later(
     out: Tensor, logits: Tensor, first: int, rows: Rows, grad: Tensor, grad_entropy: Tensor | None
 ) -> Later:
-    """:func:`grad_logits` as a step."""
+    """:func:`grad_logits`, later."""
     return partial(grad_logits, out, logits, first, rows, grad, grad_entropy)
 
 

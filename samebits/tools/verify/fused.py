@@ -41,7 +41,7 @@ class FusedCase:
         what: the line of the report that the case belongs to.
         name: what else tells the case from others.
         draw: makes its operands on a CPU.
-        run: computes the results of these, or of copies on a GPU. Where rows are shared it takes a `sharing`.
+        run: computes the results of these, or of copies on a GPU. Of rows it takes a `schedule`.
         row: length and dtype of the rows that threads share, if they do.
     """
 
@@ -114,7 +114,7 @@ def _norms(times: int) -> Iterator[FusedCase]:
 _EPS = 1e-6
 
 
-def _kernels(x: Tensor, sharing: Any) -> tuple[Any, dict[str, Any]]:
+def _kernels(x: Tensor, schedule: Any) -> tuple[Any, dict[str, Any]]:
     """The functions behind `add_rms_norm` on a device, and an argument of theirs."""
     if not x.is_cuda:
         from samebits.backends.reference import fused
@@ -122,16 +122,16 @@ def _kernels(x: Tensor, sharing: Any) -> tuple[Any, dict[str, Any]]:
         return fused, {}
     from samebits.backends.cuda import add_rms_norm as kernels
 
-    return kernels, {"sharing": sharing}
+    return kernels, {"schedule": schedule}
 
 
 def _normed(
-    form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor, *, sharing: Any = None
+    form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor, *, schedule: Any = None
 ) -> Results:
-    if sharing is None:
+    if schedule is None:
         alone = add_rms_norm(x, None, None)
         return *add_rms_norm(x, residual, weight, **form), add_rms_norm(x, None, weight, **form), alone
-    kernels, how = _kernels(x, sharing)
+    kernels, how = _kernels(x, schedule)
     once, offset = form.get("rounding") == "once", form.get("offset", 0.0)
     dtype = x.dtype if once else torch.promote_types(x.dtype, weight.dtype)
     both = kernels.add_rms_norm(x, residual, weight, _EPS, offset, once, dtype, **how)
@@ -140,11 +140,11 @@ def _normed(
 
 
 def _norm_gradients(
-    form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor, *, sharing: Any = None
+    form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor, *, schedule: Any = None
 ) -> Results:
     """With a gradient of the sum, and without; x stands for gradients, too."""
-    if sharing is not None:
-        return _norm_gradients_shared(form, x, residual, weight, sharing)
+    if schedule is not None:
+        return _norm_gradients_shared(form, x, residual, weight, schedule)
     with torch.enable_grad():
         r, w = (t.detach().requires_grad_() for t in (residual, weight))
         y, total = add_rms_norm(x, r, w, **form)
@@ -154,9 +154,9 @@ def _norm_gradients(
 
 
 def _norm_gradients_shared(
-    form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor, sharing: Any
+    form: dict[str, Any], x: Tensor, residual: Tensor, weight: Tensor, schedule: Any
 ) -> Results:
-    (kernels, how), found = _kernels(x, sharing), []
+    (kernels, how), found = _kernels(x, schedule), []
     once, offset = form.get("rounding") == "once", form.get("offset", 0.0)
     dtype = x.dtype if once else torch.promote_types(x.dtype, weight.dtype)
     total = kernels.add_rms_norm(x, residual, weight, _EPS, offset, once, dtype, **how)[1]
@@ -169,11 +169,11 @@ def _norm_gradients_shared(
     return tuple(found)
 
 
-def _normed_in_place(packed: Tensor, residual: Tensor, weight: Tensor, *, sharing: Any = None) -> Results:
+def _normed_in_place(packed: Tensor, residual: Tensor, weight: Tensor, *, schedule: Any = None) -> Results:
     packed, residual = packed.clone(), residual.clone()
     x = packed[:, 1:-1]
-    if sharing is not None:
-        kernels, how = _kernels(x, sharing)
+    if schedule is not None:
+        kernels, how = _kernels(x, schedule)
         once = weight.dtype != x.dtype
         kernels.add_rms_norm_into(x, residual, weight, x, residual, _EPS, 0.0, once, **how)
     elif weight.dtype == x.dtype:
@@ -376,30 +376,30 @@ def _recurrent(times: int) -> Iterator[FusedCase]:
         yield FusedCase("delta", what, *given)
 
 
-def _sharings(case: FusedCase) -> list[Any]:
-    """How threads may share its rows, or its channels, or which schedules it may have; None is the choice."""
+def _schedules(case: FusedCase) -> list[Any]:
+    """The schedules that it may have, or their places; None is the choice."""
     from samebits.backends.cuda import rows
 
     if case.kernel == "state_space":
         return [None, *range(recurrent.SCHEDULES)]
     if case.kernel == "delta":
         return [None, 0]
-    return [None, *(rows.sharings(*case.row) if case.row else ())]
+    return [None, *(rows.schedules(*case.row) if case.row else ())]
 
 
-def _run(case: FusedCase, operands: Sequence[Tensor], sharing: Any) -> Results:
-    return case.run(*operands) if sharing is None else case.run(*operands, sharing=sharing)
+def _run(case: FusedCase, operands: Sequence[Tensor], schedule: Any) -> Results:
+    return case.run(*operands) if schedule is None else case.run(*operands, schedule=schedule)
 
 
 def loads(cases: Sequence[FusedCase], device: torch.device) -> Iterator[Callable[[], object]]:
     """Calls that load the kernels of `cases`."""
 
-    def call(case: FusedCase, sharing: Any) -> None:
-        _run(case, [t.to(device) for t in case.draw()], sharing)
+    def call(case: FusedCase, schedule: Any) -> None:
+        _run(case, [t.to(device) for t in case.draw()], schedule)
 
     for case in cases:
-        for sharing in _sharings(case):
-            yield partial(call, case, sharing)
+        for schedule in _schedules(case):
+            yield partial(call, case, schedule)
 
 
 def verify_fused(report: Report, cases: Sequence[FusedCase], device: torch.device) -> None:
@@ -408,15 +408,15 @@ def verify_fused(report: Report, cases: Sequence[FusedCase], device: torch.devic
         operands = case.draw()
         want = [t.to(device) for t in case.run(*operands)]
         placed = [t.to(device) for t in operands]
-        for sharing in _sharings(case):
-            doing = f"{case.kernel}, {case.what}, {case}, {sharing}"
+        for schedule in _schedules(case):
+            doing = f"{case.kernel}, {case.what}, {case}, {schedule}"
             with running(doing), Surrounded() as room:
-                got = _run(case, placed, sharing)
+                got = _run(case, placed, schedule)
                 finish(doing)
             for g, w in zip(got, want, strict=True):
                 report.compare(
-                    case.kernel, case.what, REFERENCE, g.contiguous(), w.contiguous(), case, sharing
+                    case.kernel, case.what, REFERENCE, g.contiguous(), w.contiguous(), case, schedule
                 )
             for margins in room.margins:
                 nan = torch.full_like(margins, torch.nan)
-                report.compare(case.kernel, AROUND, "NaN", margins, nan, case, sharing)
+                report.compare(case.kernel, AROUND, "NaN", margins, nan, case, schedule)

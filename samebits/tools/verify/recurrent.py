@@ -244,10 +244,10 @@ def _gradients_of_rule(
 
 
 def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., Results]:
-    """`run`, with a `sharing` under the schedules of this number, if they fit into a GPU's shared memory."""
+    """`run`, with a `schedule` under the schedules of this number, if they fit into a GPU's shared memory."""
 
-    def call(*operands: Tensor, sharing: int | None = None) -> Results:
-        if sharing is None:
+    def call(*operands: Tensor, schedule: int | None = None) -> Results:
+        if schedule is None:
             return run(*operands)
         from samebits.backends.cuda import delta, devices
 
@@ -281,14 +281,14 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
 def _scheduled(run: Callable[..., Results]) -> Callable[..., Results]:
     """`run`, whose scan has the schedule of this place, as far as its states have so many."""
 
-    def call(*operands: Tensor, sharing: int | None = None) -> Results:
-        if sharing is None:
+    def call(*operands: Tensor, schedule: int | None = None) -> Results:
+        if schedule is None:
             return run(*operands)
         from samebits.backends.cuda import state_space
 
         def chosen(size: int, own: bool, *_: int) -> state_space.Scan:
             found = state_space.schedules(size, own)
-            return found[min(sharing, len(found) - 1)]
+            return found[min(schedule, len(found) - 1)]
 
         with mock.patch.object(state_space, "choose", chosen):
             return run(*operands)

@@ -36,15 +36,15 @@ IDS, PADDING, IGNORED = 11, 3, -1
 
 
 class _Shared:
-    """A module of row reductions, with an argument `sharing` for the functions that take it."""
+    """A module of row reductions, whose functions run under a schedule."""
 
-    def __init__(self, rows: Any, sharing: Any) -> None:
-        self._rows, self._sharing = rows, sharing
+    def __init__(self, rows: Any, schedule: Any) -> None:
+        self._rows, self._schedule = rows, schedule
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._rows, name)
-        takes = "sharing" in inspect.signature(found).parameters
-        return partial(found, sharing=self._sharing) if takes else found
+        takes = "schedule" in inspect.signature(found).parameters
+        return partial(found, schedule=self._schedule) if takes else found
 
 
 class RowBackend(NamedTuple):
@@ -59,12 +59,12 @@ class RowBackend(NamedTuple):
     grad_logits: Callable[..., Tensor]
     schedules: Callable[[str], Sequence[Any]]
     """The schedules of one of these two functions; none without a fused kernel."""
-    sharings: Callable[[int, torch.dtype], Sequence[Any]] = lambda n, dtype: ("",)
-    """The ways to share rows of so many values."""
+    row_schedules: Callable[[int, torch.dtype], Sequence[Any]] = lambda n, dtype: ("",)
+    """The schedules of rows of so many values."""
 
-    def under(self, sharing: Any) -> RowBackend:
+    def under(self, schedule: Any) -> RowBackend:
         """This backend, whose functions of rows share them so, if they can be told."""
-        return self._replace(rows=_Shared(self.rows, sharing)) if sharing else self
+        return self._replace(rows=_Shared(self.rows, schedule)) if schedule else self
 
     def tried(self, case: Reduction) -> Sequence[Any]:
         """The schedules under which the backend runs a case; none if it does not run it."""
@@ -72,7 +72,7 @@ class RowBackend(NamedTuple):
             return self.schedules(entry)
         if case.kernel in _LOGP:
             return ("",)
-        return self.sharings(case.n, case.dtype) if self.rows is not None else ()
+        return self.row_schedules(case.n, case.dtype) if self.rows is not None else ()
 
 
 def on_cuda(fused: bool) -> RowBackend:
@@ -84,7 +84,7 @@ def on_cuda(fused: bool) -> RowBackend:
 
     grad_logits = partial(grad_logits_by, linear_logp_sm90.grad_logits_later)
     fused_ones = linear_logp_sm90.statistics, grad_logits, schedules
-    return RowBackend("", rows, logp, *fused_ones, rows.sharings)
+    return RowBackend("", rows, logp, *fused_ones, rows.schedules)
 
 
 def on_triton(contract: Contract, device: int) -> RowBackend:

@@ -15,7 +15,7 @@ from torch import Tensor
 from samebits import TENSOR_CORE
 from samebits.backends.cuda.products import (
     grouped_sm90,
-    menu_sm90,
+    kinds_sm90,
     scaled_sm90,
     segmented_sm90,
     tensor_core_sm90,
@@ -41,7 +41,7 @@ def kinds(schedules: Any) -> Kinds:
     return list({(s.block_m, s.block_n, s.share): s for s in schedules if not s.swap}.values())
 
 
-PLAIN = kinds(menu_sm90.catalogue(False, False))
+PLAIN = kinds(kinds_sm90.catalogue(False, False))
 SEGMENTED = kinds(segmented_sm90.catalogue(Sm90Variant(BF16, F32, False, False)))
 GROUPED = kinds(s for s in grouped_sm90.GROUPED_SM90.catalogue if s.fits(False, False))
 

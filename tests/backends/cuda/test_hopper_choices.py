@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from samebits.backends.cuda.products import choice_sm90, menu_sm90, segmented_sm90
+from samebits.backends.cuda.products import choice_sm90, kinds_sm90, segmented_sm90
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 
 LAYOUTS = list(itertools.product((False, True), repeat=2))
@@ -88,15 +88,15 @@ def test_which_kernels_let_the_next_one_start(m: int, n: int, k: int, b_mn: bool
 def test_transposed_tiles_are_for_any_number_of_rows() -> None:
     """Above 512 rows they fill their waves, but for one kind up to a thousand."""
     found = {
-        layout: [m for m in (129, 512, 513, 2040, 9000) if menu_sm90._rows_across(gemm(m, layout), 132)]
+        layout: [m for m in (129, 512, 513, 2040, 9000) if kinds_sm90._rows_across(gemm(m, layout), 132)]
         for layout in LAYOUTS
     }
     assert found[False, False] == found[False, True] == [129, 512, 513, 2040, 9000]
     assert found[True, False] == found[True, True] == []
     for m in (828, 1100, 1500, 5000):
         p, loose = gemm(m, (False, False)), set()
-        for s in menu_sm90._rows_across(p, 132):
-            waves = s.tiles(p.turned()) / 132
+        for s in kinds_sm90._rows_across(p, 132):
+            waves = s.tiles(p.swapped()) / 132
             if waves < 0.8 * math.ceil(waves):
                 loose.add((s.block_m, s.share))
         assert loose == ({(128, 2)} if m < 1024 else set())
@@ -136,7 +136,7 @@ def test_tiles_that_won_on_an_h200(
     chosen = choice_sm90.choose(p, 132)
     assert (chosen.swap, (chosen.block_m, chosen.block_n), chosen.cluster) == (transposed, tile, cluster)
     if m > 256 and transposed:
-        tiles = chosen.tiles(p.turned())
+        tiles = chosen.tiles(p.swapped())
         assert tiles / 132 > 0.8 * -(-tiles // 132)
 
 
@@ -165,7 +165,7 @@ def test_what_factors_of_transposed_tiles_decide(
 
 def test_tiles_of_128_columns_are_for_few_rows_of_one_matrix() -> None:
     def tall(n: int, batch: int = 1) -> bool:
-        return any(s.block_m == 128 for s in menu_sm90.menu(Gemm(4, n, 4096, batch, b_mn=True), 132))
+        return any(s.block_m == 128 for s in kinds_sm90.kinds(Gemm(4, n, 4096, batch, b_mn=True), 132))
 
     assert [tall(n) for n in (14208, 14336, 16896, 17024)] == [False, True, True, False]
     assert not tall(192, batch=66)
@@ -189,7 +189,7 @@ def test_few_tiles_of_long_chains_are_narrow() -> None:
 
 def test_gradients_of_few_rows_read_whole_lines() -> None:
     """Quarters of lines take up to twice as long, and tiles that read the same weights run side by side."""
-    widths = {s.block_n for s in menu_sm90.menu(Gemm(102, 5120, 7168, b_mn=True), 132) if not s.swap}
+    widths = {s.block_n for s in kinds_sm90.kinds(Gemm(102, 5120, 7168, b_mn=True), 132) if not s.swap}
     assert all(width % 32 == 0 for width in widths)
     assert choice_sm90.choose(Gemm(35, 1536, 24576, b_mn=True), 132).group == 2
 
@@ -199,7 +199,7 @@ def gemm(m: int, layout: tuple[bool, bool]) -> Gemm:
 
 
 def test_long_chains_of_few_hundred_rows_are_transposed_or_in_clusters() -> None:
-    found = {(s.swap, s.cluster) for s in menu_sm90.menu(Gemm(423, 16384, 53248), 132)}
+    found = {(s.swap, s.cluster) for s in kinds_sm90.kinds(Gemm(423, 16384, 53248), 132)}
     assert found == {(True, 1), (True, 2), (False, 2)}
 
 
@@ -215,7 +215,7 @@ def test_rings_of_few_rows_leave_room_for_the_next_kernel(n: int, columns: int, 
 def test_columns_of_32_are_for_gradients_of_inputs_that_leave_the_gpu_idle() -> None:
     def columns(m: int, n: int, batch: int = 1, a_mn: bool = False) -> set[int]:
         p = Gemm(m, n, 8192, batch, a_mn, b_mn=True)
-        return {s.block_m for s in menu_sm90.menu(p, 132) if s.swap and s.block_m <= 64}
+        return {s.block_m for s in kinds_sm90.kinds(p, 132) if s.swap and s.block_m <= 64}
 
     assert columns(4, 2048) == {32, 64}
     assert columns(4, 2176) == columns(4, 128, batch=32) == columns(4, 448, a_mn=True) == {64}

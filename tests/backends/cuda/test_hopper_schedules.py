@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks import cubins
 from samebits.backends.cuda.products import (
     choice_sm90,
-    menu_sm90,
+    kinds_sm90,
     schedule_sm90,
     segmented_sm90,
     tensor_core_sm90,
@@ -63,7 +63,7 @@ def test_transposed_tiles_leave_in_panels_of_what_the_ring_leaves() -> None:
     assert [panel(64, 136, 8, 1, 1), panel(128, 56, 8), panel(160, 136, 4)] == [0, 0, 0]
     assert panel(128, 64, 8) == 64
     two_blocks = schedule_sm90.Sm90Schedule(128, 72, 64, 4, 2, 2, blocks=2, swap=True)
-    assert two_blocks.turned_panel(False, False) == 16
+    assert two_blocks.swapped_panel(False, False) == 16
     assert panel(256, 136, 4, bias_dtype=F32) == 48
     others = {"out_dtype": F32}, {"aligned": False}, {"segments": 8}
     assert [panel(256, 136, 4, **case) for case in others] == [0, 0, 0]
@@ -73,7 +73,7 @@ def fits_gpu(s: schedule_sm90.Sm90Schedule, a_mn: bool, b_mn: bool) -> bool:
     v = tensor_core_sm90.Sm90Variant(BF16, BF16, a_mn, b_mn)
     smem, panel = tensor_core_sm90.spec(v, s).smem, tensor_core_sm90.panel(v, s)
     fits = smem <= HOPPER_SMEM // s.blocks and s.fits(a_mn, b_mn)
-    return s.stages >= 2 and fits and (panel >= 16 or not s.least_turned_panels)
+    return s.stages >= 2 and fits and (panel >= 16 or not s.least_swapped_panels)
 
 
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
@@ -86,7 +86,7 @@ def test_any_product_has_a_hopper_schedule_that_fits(a_mn: bool, b_mn: bool) -> 
 
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
 def test_the_hopper_catalogue_fits(a_mn: bool, b_mn: bool) -> None:
-    found = menu_sm90.catalogue(a_mn, b_mn)
+    found = kinds_sm90.catalogue(a_mn, b_mn)
     assert len(found) == len(set(found)) > 20
     for s in found:
         assert fits_gpu(s, a_mn, b_mn), s
@@ -105,7 +105,7 @@ def test_what_is_chosen_is_in_the_hopper_catalogue(
     a_mn: bool, b_mn: bool, m: int, n: int, k: int, batch: int, sms: int
 ) -> None:
     chosen = choice_sm90.choose(Gemm(m, n, k, batch, a_mn, b_mn), sms)
-    assert _kind(chosen) in {_kind(s) for s in menu_sm90.catalogue(a_mn, b_mn)}
+    assert _kind(chosen) in {_kind(s) for s in kinds_sm90.catalogue(a_mn, b_mn)}
 
 
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)

@@ -19,7 +19,7 @@ import samebits
 from samebits import FMA, TENSOR_CORE
 from samebits.backends.cuda import runtime
 from samebits.backends.cuda.matmul import PRODUCTS
-from samebits.backends.cuda.products import menu_sm90
+from samebits.backends.cuda.products import kinds_sm90
 from samebits.backends.cuda.products.tensor_core_sm90 import TENSOR_CORE_SM90
 from samebits.backends.kernel import Kernel as KernelOf
 from samebits.backends.product import Operands, Product
@@ -220,7 +220,7 @@ def test_transposed_tiles(b_mn: bool) -> None:
     """A quarter of them, all of 32 columns or in several blocks: two in each direction, one moved back."""
     if ARCH.own != "sm90":
         pytest.skip("it runs on Hopper alone")
-    turned = [s for s in menu_sm90.catalogue(False, b_mn) if s.swap]
+    turned = [s for s in kinds_sm90.catalogue(False, b_mn) if s.swap]
     kinds = {(s.block_m, s.block_n, s.warpgroups, s.share, s.blocks): s for s in turned}
     for i, s in enumerate(kinds.values()):
         if i % 4 and s.blocks < 3 and not (b_mn and s.block_m == 32):

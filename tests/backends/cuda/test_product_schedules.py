@@ -134,8 +134,8 @@ def test_fma_compiles_without_spills(schedule: fma.FmaSchedule, arch: str) -> No
 def test_hopper_fma_compiles_without_spills(schedule: fma_sm90.FmaSm90Schedule) -> None:
     """Each with two of the four layouts, in turns."""
     turn = bool(fma_sm90.FMA_SM90.catalogue.index(schedule) % 2)
-    for a_turned in (False, True):
-        spec = schedule.spec(a_turned, a_turned ^ turn)
+    for a_by_k in (False, True):
+        spec = schedule.spec(a_by_k, a_by_k ^ turn)
         assert spec.smem <= 227 << 10
         assert (spec.smem + 1024) * schedule.min_blocks <= 228 << 10
         # Each quarter of a multiprocessor has registers for its own warps.
@@ -263,7 +263,7 @@ def test_schedules_know_how_fast_memory_is(on: Any) -> None:
 )
 def test_what_tma_reads_for_the_fma_kernel(x: Tensor, turned: bool | None) -> None:
     assert x.data_ptr() % 16 == 0 or turned is None
-    assert fma_sm90._turned(Matrix.of(x), -2, -1) is turned
+    assert fma_sm90._by_k(Matrix.of(x), -2, -1) is turned
 
 
 @pytest.mark.parametrize(

@@ -155,9 +155,9 @@ def test_other_results_are_refused(gpu: FakeGpu) -> None:
     assert {type(call(x)) for _ in range(4)} == {Pair}
 
 
-def test_a_given_sharing_is_not_recorded(gpu: FakeGpu) -> None:
-    x, (sharing, *_) = t(5, 2048), rows.sharings(2048, BF16)
-    call: Any = replay.replayed(lambda x: rows.softmax(x, False, BF16, sharing=sharing))
+def test_a_given_schedule_is_not_recorded(gpu: FakeGpu) -> None:
+    x, (schedule, *_) = t(5, 2048), rows.schedules(2048, BF16)
+    call: Any = replay.replayed(lambda x: rows.softmax(x, False, BF16, schedule=schedule))
     for _ in range(2):
         call(x)
     assert [*call.recipes.values()] == [None]

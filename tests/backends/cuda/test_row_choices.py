@@ -13,30 +13,30 @@ BF16 = torch.bfloat16
 
 
 def test_a_warp_alone_takes_rows_in_its_own_way() -> None:
-    norm, sums = (rows.choose_sharing(entry, 4096, 1024, BF16, True) for entry in ("rms_norm", "row_sum"))
+    norm, sums = (rows.choose(entry, 4096, 1024, BF16, True) for entry in ("rms_norm", "row_sum"))
     assert (norm.warps, norm.passes, norm.stages, norm.blocks) == (1, 2, 0, 4)
     assert (sums.warps, sums.passes, sums.blocks, sums.fetched) == (1, 2, 3, 1)
     for entry in ("rms_norm", "row_sum"):  # few rows, and rows that are not aligned, are taken as others
-        assert rows.choose_sharing(entry, 16, 1024, BF16, True).fetched == 0
-        assert rows.choose_sharing(entry, 4096, 1001, BF16, False).fetched == 0
-    wide = rows.choose_sharing("rms_norm", 4096, 1024, BF16, True, wide=True)  # f32 takes more registers
+        assert rows.choose(entry, 16, 1024, BF16, True).fetched == 0
+        assert rows.choose(entry, 4096, 1001, BF16, False).fetched == 0
+    wide = rows.choose("rms_norm", 4096, 1024, BF16, True, wide=True)  # f32 takes more registers
     assert (wide.stages, wide.blocks) == (3, 3)
 
 
 @pytest.mark.parametrize(("n", "lanes"), [(8, 8), (128, 8), (136, 16), (256, 16), (264, 0), (100, 0)])
 def test_a_warp_takes_several_short_rows(n: int, lanes: int) -> None:
     for many in (1, 4096):
-        assert rows.choose_sharing("add_rms_norm", many, n, BF16, True).lanes == lanes
-        assert rows.choose_sharing("add_rms_norm", many, n, BF16, False).lanes == 0
-        assert rows.choose_sharing("rms_norm", many, n, BF16, True).lanes == 0
+        assert rows.choose("add_rms_norm", many, n, BF16, True).lanes == lanes
+        assert rows.choose("add_rms_norm", many, n, BF16, False).lanes == 0
+        assert rows.choose("rms_norm", many, n, BF16, True).lanes == 0
 
 
 def test_sums_take_long_unaligned_rows_in_pieces() -> None:
-    of = rows.Sharing(2, 0, 1, blocks=4)
-    assert rows.choose_sharing("row_sum", 4096, 5001, BF16, False) == of
-    assert rows.choose_sharing("row_sum", 4096, 2049, BF16, False) == of
+    of = rows.RowSchedule(2, 0, 1, blocks=4)
+    assert rows.choose("row_sum", 4096, 5001, BF16, False) == of
+    assert rows.choose("row_sum", 4096, 2049, BF16, False) == of
     for many, n, dtype in ((4096, 2047, BF16), (4096, 5001, torch.float32), (16, 5001, BF16)):
-        assert rows.choose_sharing("row_sum", many, n, dtype, False).passes > 0
+        assert rows.choose("row_sum", many, n, dtype, False).passes > 0
 
 
 @pytest.mark.parametrize(

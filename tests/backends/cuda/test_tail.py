@@ -57,7 +57,7 @@ def test_a_first_launch_is_of_whole_waves(p: Gemm, dim: str, at: int) -> None:
     found = next(iter(tail_sm90._candidates(p, 132)))
     assert (found.dim, found.at) == (dim, at)
     whole = Gemm(p.m, at, p.k, b_mn=p.b_mn) if dim == "n" else Gemm(at, p.n, p.k, b_mn=p.b_mn)
-    tiles = found.main.tiles(whole.turned() if found.main.swap else whole)
+    tiles = found.main.tiles(whole.swapped() if found.main.swap else whole)
     assert 0.9 * math.ceil(tiles / 132) * 132 <= tiles
 
 

@@ -1,4 +1,4 @@
-"""The schedule of a product on Hopper: the cheapest of its menu, by a model that was fitted on an H200."""
+"""The schedule of a product on Hopper: the cheapest candidate, by a model that was fitted on an H200."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import functools
 from dataclasses import replace
 
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
-from samebits.backends.cuda.products.menu_sm90 import menu
+from samebits.backends.cuda.products.kinds_sm90 import kinds
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 
-__all__ = ["candidates", "choose", "estimate", "settle", "variations"]
+__all__ = ["candidates", "choose", "completed", "estimate", "variations"]
 
 # Measured on an H200, or fitted to the times of many products and schedules there.
 _STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}  # cycles of a k16 step of 64 rows
@@ -42,7 +42,7 @@ _IN_TURN = 1.03  # factor of the time for shared tiles of few hundred rows, if a
 
 def _work(s: Sm90Schedule, product: Gemm, sms: int) -> tuple[float, float, float]:
     """The least microseconds for multiplication, for loading of operands (also from L2), and for HBM."""
-    p = product.turned() if s.swap else product
+    p = product.swapped() if s.swap else product
     tiles = s.tiles(p)
     full, last = divmod(tiles / sms, 1)
     # With many rows, blocks drift apart, and the last tiles begin before all others end.
@@ -121,7 +121,7 @@ def _factor(s: Sm90Schedule, p: Gemm, sms: int) -> float:
         if s.warpgroups == s.blocks == 1 and s.block_n > 64:
             few = _FOR_TABLES if p.m <= 128 else _TURNED_WIDE if s.block_n > 128 else 1
             return few if p.m <= 512 else _TURNED_ALONE
-        in_turn = s.tiles(p.turned()) > sms
+        in_turn = s.tiles(p.swapped()) > sms
         factor = _TURNED[s.block_m] if s.warpgroups > 1 and p.m > 1024 else 1.0
         if s.block_m == 192 and p.m <= 1024 and in_turn:
             factor *= _TURNED_IN_TURN
@@ -138,18 +138,21 @@ def _factor(s: Sm90Schedule, p: Gemm, sms: int) -> float:
 @functools.lru_cache(maxsize=4096)
 def choose(p: Gemm, sms: int) -> Sm90Schedule:
     """The schedule for ``p`` on a GPU with `sms` multiprocessors."""
-    return settle(min(menu(p, sms), key=lambda s: estimate(s, p, sms)), p, sms)
+    return completed(min(kinds(p, sms), key=lambda s: estimate(s, p, sms)), p, sms)
 
 
 def candidates(p: Gemm, sms: int) -> list[Sm90Schedule]:
     """The schedules that :func:`choose` picks from, each as it would run."""
-    return list(dict.fromkeys(settle(s, p, sms) for s in menu(p, sms)))
+    return list(dict.fromkeys(completed(s, p, sms) for s in kinds(p, sms)))
 
 
-def settle(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
-    """`best` with the choices that the estimate leaves out: start of blocks, prefetching, and their order."""
+def completed(best: Sm90Schedule, p: Gemm, sms: int) -> Sm90Schedule:
+    """The schedule of this kind for `p`: with the start of blocks, their order, and prefetching.
+
+    The estimate leaves these out.
+    """
     multiply, intake, hbm = _work(best, p, sms)
-    seen = p.turned() if best.swap else p
+    seen = p.swapped() if best.swap else p
     tiles, slots = best.tiles(seen), sms * best.blocks
     if p.m <= 128:
         # Some of few blocks for dX would be in pairs beside idle pairs, and a pair shares its way to L2. With

@@ -119,8 +119,8 @@ class FmaSm90Schedule:
         # In the first round a multiprocessor may get one more than its share while others are idle.
         return 1 if rest <= 1 else min(self.min_blocks, math.ceil(rest if rounds else rest + 0.5))
 
-    def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
-        """The kernel for operands that are contiguous along k (turned) or along m and n."""
+    def spec(self, a_by_k: bool, b_by_k: bool) -> compiler.KernelSpec:
+        """The kernel for operands that are contiguous along k, or along m and n."""
         raise NotImplementedError
 
     def _spec(self, entry: str, smem: int, **constants: int) -> compiler.KernelSpec:
@@ -166,11 +166,11 @@ class FmaManySchedule(FmaSm90Schedule):
     def helpers(self) -> int:
         return self.feeders
 
-    def rings(self, a_turned: bool, b_turned: bool) -> tuple[int, int, int]:
+    def rings(self, a_by_k: bool, b_by_k: bool) -> tuple[int, int, int]:
         """Stages, raw tiles in flight, and bytes of shared memory for operands contiguous along k or not."""
-        turned = a_turned + b_turned
-        stage = (self.tile_m + self.tile_n) * TILE_K * 4 + turned * TILE_K * 8
-        raw = (a_turned * self.tile_m + b_turned * self.tile_n) * TILE_K * 4
+        by_k = a_by_k + b_by_k
+        stage = (self.tile_m + self.tile_n) * TILE_K * 4 + by_k * TILE_K * 8
+        raw = (a_by_k * self.tile_m + b_by_k * self.tile_n) * TILE_K * 4
         if self.feeders:  # each feeder has its own raw tiles and stage
             choices = [
                 (stages, self.feeders * more)
@@ -185,8 +185,8 @@ class FmaManySchedule(FmaSm90Schedule):
                 break
         return stages, raws, smem + 1024
 
-    def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
-        stages, raws, smem = self.rings(a_turned, b_turned)
+    def spec(self, a_by_k: bool, b_by_k: bool) -> compiler.KernelSpec:
+        stages, raws, smem = self.rings(a_by_k, b_by_k)
         return self._spec(
             "fma_sm90",
             smem,
@@ -194,8 +194,8 @@ class FmaManySchedule(FmaSm90Schedule):
             FEEDERS=self.feeders,
             STAGES=stages,
             RAW_STAGES=raws,
-            A_TURNED=a_turned,
-            B_TURNED=b_turned,
+            A_TURNED=a_by_k,
+            B_TURNED=b_by_k,
         )
 
 
@@ -218,7 +218,7 @@ class FmaFewSchedule(FmaSm90Schedule):
         found = FmaSm90Schedule.shared(self, rounds, rest, length)
         return min(self.min_blocks, found + 1) if rounds and length < _DRIFT else found
 
-    def spec(self, a_turned: bool, b_turned: bool) -> compiler.KernelSpec:
+    def spec(self, a_by_k: bool, b_by_k: bool) -> compiler.KernelSpec:
         line = sum(round_up(rows * TILE_K * 4, 1024) for rows in (self.tile_m, self.tile_n))
         stage = self.lines * line + 16
         stages = min(_MOST_STAGES, (self._most_smem - 1024) // stage)
@@ -227,8 +227,8 @@ class FmaFewSchedule(FmaSm90Schedule):
             stages * stage + 1024,
             LINES=self.lines,
             STAGES=stages,
-            A_BY_K=a_turned,
-            B_BY_K=b_turned,
+            A_BY_K=a_by_k,
+            B_BY_K=b_by_k,
         )
 
 
@@ -268,7 +268,7 @@ FEW = (
 _FEW_ROWS = 16  # unless both operands are contiguous along k
 
 
-def _turned(x: Matrix, row_dim: int, k_dim: int) -> bool | None:
+def _by_k(x: Matrix, row_dim: int, k_dim: int) -> bool | None:
     """Whether an operand is contiguous along k (or else along its rows); None if TMA cannot read it."""
     if x.dtype != torch.float32 or x.ndim > 3 or x.misalignment:
         return None
@@ -289,9 +289,9 @@ def terms(k: int) -> int:
     return next((some for some in TERMS if k <= some), TERMS[-1])
 
 
-def _by_k(p: Product) -> bool:
+def _both_by_k(p: Product) -> bool:
     """Whether both operands are contiguous along k, as those of ``linear``'s forward."""
-    return bool(_turned(p.a, -2, -1) and _turned(p.b, -1, -2))
+    return bool(_by_k(p.a, -2, -1) and _by_k(p.b, -1, -2))
 
 
 def _batched(x: Matrix) -> bool | None:
@@ -301,15 +301,15 @@ def _batched(x: Matrix) -> bool | None:
     return True if x.strides[0] > 0 and x.strides[0] % 4 == 0 else None
 
 
-def _maps(x: Matrix, row_dim: int, k_dim: int, turned: bool, tile: int) -> Maps:
+def _maps(x: Matrix, row_dim: int, k_dim: int, by_k: bool, tile: int) -> Maps:
     """The tensor maps of one operand."""
-    inner, outer = (k_dim, row_dim) if turned else (row_dim, k_dim)
+    inner, outer = (k_dim, row_dim) if by_k else (row_dim, k_dim)
     sizes = x.shape[inner], x.shape[outer]
     stride = x.strides[outer] if sizes[1] > 1 else -(-sizes[0] // 4) * 4
     batch, batch_stride = (x.shape[0], x.strides[0]) if _batched(x) else (1, stride * sizes[1])
     strides = (stride * 4, batch_stride * 4, batch_stride * 4)
-    box = (TILE_K, tile, 1, 1) if turned else (round_up(tile, 4), TILE_K, 1, 1)  # at least 16 bytes
-    return Maps(torch.float32, (*sizes, 1, batch), strides, box, 128 if turned else 0)
+    box = (TILE_K, tile, 1, 1) if by_k else (round_up(tile, 4), TILE_K, 1, 1)  # at least 16 bytes
+    return Maps(torch.float32, (*sizes, 1, batch), strides, box, 128 if by_k else 0)
 
 
 class FmaSm90Kernel(CudaKernel[Product, FmaSm90Schedule]):
@@ -330,19 +330,19 @@ class FmaSm90Kernel(CudaKernel[Product, FmaSm90Schedule]):
             and not p.out.empty
             and p.k > 0
             and max(*p.a.shape, *p.b.shape) <= LARGEST
-            and _turned(p.a, -2, -1) is not None
-            and _turned(p.b, -1, -2) is not None
+            and _by_k(p.a, -2, -1) is not None
+            and _by_k(p.b, -1, -2) is not None
         )
 
     def choose(self, p: Product) -> FmaSm90Schedule:
-        by_k, sm_count = _by_k(p), devices.device_info(p.device).sm_count
+        by_k, sm_count = _both_by_k(p), devices.device_info(p.device).sm_count
         among: Sequence[FmaSm90Schedule] = MANY + FEW if by_k or p.m <= _FEW_ROWS else MANY
         return min(among, key=lambda s: s.time(p.m, p.n, terms(p.k), p.batch, by_k, sm_count))
 
     def cost(self, p: Product, s: FmaSm90Schedule) -> float:
         """Microseconds of all terms, as ``fma``'s. What comes beside them is much the same there."""
         sm_count = devices.device_info(p.device).sm_count
-        return s.each(p.m, p.n, terms(p.k), p.batch, _by_k(p), sm_count) * max(1, p.k) / 1000
+        return s.each(p.m, p.n, terms(p.k), p.batch, _both_by_k(p), sm_count) * max(1, p.k) / 1000
 
     def plan(self, p: Product, s: FmaSm90Schedule | None = None) -> CudaPlan:
         need(
@@ -350,13 +350,13 @@ class FmaSm90Kernel(CudaKernel[Product, FmaSm90Schedule]):
             f"{self.name}: expected float32 matrices with terms, which TMA can read, on sm_90",
         )
         s = s or self.choose(p)
-        a_turned, b_turned = bool(_turned(p.a, -2, -1)), bool(_turned(p.b, -1, -2))
+        a_by_k, b_by_k = bool(_by_k(p.a, -2, -1)), bool(_by_k(p.b, -1, -2))
         tiles_m, tiles_n = -(-p.m // s.tile_m), -(-p.n // s.tile_n)
         tiles = tiles_m * tiles_n * p.batch
         refuse_large(p, tiles)
-        kernel = runtime.load(s.spec(a_turned, b_turned), p.device)
-        a_maps = _maps(p.a, -2, -1, a_turned, s.tile_m)
-        b_maps = _maps(p.b, -1, -2, b_turned, s.tile_n)
+        kernel = runtime.load(s.spec(a_by_k, b_by_k), p.device)
+        a_maps = _maps(p.a, -2, -1, a_by_k, s.tile_m)
+        b_maps = _maps(p.b, -1, -2, b_by_k, s.tile_n)
         out_strides, from_start = matrix_strides(p.out), start_strides(p)
         bias_stride = 0 if p.bias is None else p.bias.strides[0]
         sizes = (

@@ -37,7 +37,7 @@ class Gemm:
     out_bytes: int = 2
     hbm: float = _H200
 
-    def turned(self) -> Gemm:
+    def swapped(self) -> Gemm:
         # Not by `replace`, which takes twice as long: a choice asks some 40 times.
         return Gemm(self.n, self.m, self.k, self.batch, self.b_mn, self.a_mn, self.out_bytes, self.hbm)
 

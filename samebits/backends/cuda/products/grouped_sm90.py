@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
-from samebits.backends.cuda.products import choice_sm90, menu_sm90, tensor_core_sm90
+from samebits.backends.cuda.products import choice_sm90, kinds_sm90, tensor_core_sm90
 from samebits.backends.cuda.products.gemm_sm90 import Gemm, reached
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan, nothing
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
@@ -71,7 +71,7 @@ def kind(s: Sm90Schedule) -> Sm90Schedule:
 
 def _tiles(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     """Those for many rows."""
-    return [replace(s, ahead=0) for s in menu_sm90.catalogue(a_mn, b_mn) if not s.swap]
+    return [replace(s, ahead=0) for s in kinds_sm90.catalogue(a_mn, b_mn) if not s.swap]
 
 
 class GroupedSm90Kernel(CudaKernel[GroupedProduct, Sm90Schedule]):
@@ -79,7 +79,7 @@ class GroupedSm90Kernel(CudaKernel[GroupedProduct, Sm90Schedule]):
 
     @functools.cached_property
     def catalogue(self) -> Sequence[Sm90Schedule]:
-        """Every kind of schedule that :meth:`choose` can return, by the menu that it chooses from."""
+        """Every kind of schedule that :meth:`choose` can return."""
         of_terms = _tiles(True, True)
         found = [*_tiles(False, False), *_tiles(False, True), *of_terms]
         found += [

@@ -59,10 +59,10 @@ class Sm90Schedule:
     @property
     def panels(self) -> int:
         """Bytes of shared memory that the ring leaves for panels: the least, if the tile is transposed."""
-        return self.least_turned_panels or self._panels(self.panel)
+        return self.least_swapped_panels or self._panels(self.panel)
 
     @property
-    def least_turned_panels(self) -> int:
+    def least_swapped_panels(self) -> int:
         """Bytes of shared memory that the ring leaves for panels of a transposed tile, at least.
 
         0 with few columns, one warpgroup, or rows of a warpgroup that are no multiple of 64: these are
@@ -72,12 +72,12 @@ class Sm90Schedule:
             return 0
         return self._panels(_LEAST_PANEL)
 
-    def turned_panel(self, a_mn: bool, b_mn: bool) -> int:
+    def swapped_panel(self, a_mn: bool, b_mn: bool) -> int:
         """Columns of a transposed tile of 16-bit elements that are written at once through shared memory.
 
         They take all that the ring leaves; 0 if that is too little. The layouts are as the kernel sees them.
         """
-        if self.least_turned_panels == 0:
+        if self.least_swapped_panels == 0:
             return 0
         left = self._room - self.smem(0, a_mn, b_mn)
         most = left // self._panels(8) * 8
@@ -108,7 +108,7 @@ class Sm90Schedule:
         return not (tall_mn and self.block_m // self.share % 64 and (self.block_m, self.share) != (32, 1))
 
     def tiles(self, p: Gemm) -> int:
-        """Tiles of a product as the kernel sees it: with ``swap``, of ``p.turned()``."""
+        """Tiles of a product as the kernel sees it: with ``swap``, of ``p.swapped()``."""
         return -(-p.m // self.block_m) * -(-p.n // (self.block_n * self.cluster)) * self.cluster * p.batch
 
     def resident(self, sms: int) -> int:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from samebits.backends.cuda import compiler, devices, runtime
-from samebits.backends.cuda.products import choice_sm90, menu_sm90
+from samebits.backends.cuda.products import choice_sm90, kinds_sm90
 from samebits.backends.cuda.products.choice_sm90 import estimate
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.plan import ScratchPlan
@@ -99,7 +99,7 @@ def _light(v: Sm90Variant) -> bool:
 @functools.cache
 def catalogue(v: Sm90Variant) -> list[Sm90Schedule]:
     """Every kind of schedule that :func:`choose` can return for kernels of `v`."""
-    some = [*menu_sm90.catalogue(v.a_mn, v.b_mn), *_shared(v.a_mn, v.b_mn)]
+    some = [*kinds_sm90.catalogue(v.a_mn, v.b_mn), *_shared(v.a_mn, v.b_mn)]
     return [s for s in some if _usable(s, _light(v))]
 
 
@@ -113,7 +113,7 @@ def _shared(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
 
 def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
     """Estimated microseconds, to compare schedules: those of the plain product, and what the tree adds."""
-    rounds = -(-s.tiles(p.turned() if s.swap else p) // (sms * s.blocks))
+    rounds = -(-s.tiles(p.swapped() if s.swap else p) // (sms * s.blocks))
     waits = segments >> _levels(segments) - _in_l2(s, segments)  # sums that wait in L2, and the last one
     l2 = 2 * (waits - 1) * _sums(s) / _TO_L2
     shared = 2 * ((segments >> held(s, segments)) - waits) * _sums(s) / _TO_SHARED
@@ -125,9 +125,9 @@ def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
 def candidates(p: Gemm, sms: int, light: bool) -> list[Sm90Schedule]:
     """The schedules that :func:`choose` picks from, each as it would run."""
     more = _shared(p.a_mn, p.b_mn) if p.m > 128 else []
-    some = [*choice_sm90.candidates(p, sms), *(choice_sm90.settle(s, p, sms) for s in more)]
+    some = [*choice_sm90.candidates(p, sms), *(choice_sm90.completed(s, p, sms) for s in more)]
     # Pairs of 128 x 128 were up to 4 % slower. With a longer k, others were not timed.
-    return [s for s in some if _usable(s, light) and (s.cluster == 1 or p.k > menu_sm90.LONG)]
+    return [s for s in some if _usable(s, light) and (s.cluster == 1 or p.k > kinds_sm90.LONG)]
 
 
 @functools.lru_cache(maxsize=4096)

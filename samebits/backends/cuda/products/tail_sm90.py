@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from samebits.backends.cuda import devices, runtime
-from samebits.backends.cuda.products.choice_sm90 import choose, estimate, settle
+from samebits.backends.cuda.products.choice_sm90 import choose, completed, estimate
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
-from samebits.backends.cuda.products.menu_sm90 import catalogue, menu
+from samebits.backends.cuda.products.kinds_sm90 import catalogue, kinds
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 from samebits.backends.cuda.products.tensor_core_sm90 import LAYOUTS, TENSOR_CORE_SM90, gemm, spec, variant
@@ -71,7 +71,7 @@ def _divided(p: Gemm, dim: Dim, at: int) -> tuple[Gemm, Gemm]:
 
 def _sides(s: Sm90Schedule, p: Gemm) -> Iterator[tuple[Dim, int, int, int]]:
     """Along each side of the tiles: how many there are, how many across, and the size of one."""
-    seen = p.turned() if s.swap else p
+    seen = p.swapped() if s.swap else p
     wide = s.block_n * s.cluster
     rows, columns = -(-seen.m // s.block_m), -(-seen.n // wide)
     yield "n" if s.swap else "m", rows, columns, s.block_m
@@ -96,14 +96,14 @@ def _candidates(p: Gemm, sms: int) -> dict[TailSchedule, float]:
     """Schedules of both ways and what they cost, the cheapest first."""
     if not _FEW_ROWS < p.m <= _MOST_ROWS or p.a_mn or p.batch > 1:
         return {}
-    kinds = [*dict.fromkeys(menu(p, sms))]
-    found = _whole_waves(p, kinds, sms) | _one_wave(p, kinds, sms)
+    every = [*dict.fromkeys(kinds(p, sms))]
+    found = _whole_waves(p, every, sms) | _one_wave(p, every, sms)
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def _whole_waves(p: Gemm, kinds: Sequence[Sm90Schedule], sms: int) -> dict[TailSchedule, float]:
+def _whole_waves(p: Gemm, every: Sequence[Sm90Schedule], sms: int) -> dict[TailSchedule, float]:
     firsts = []
-    for i, s in enumerate(kinds):
+    for i, s in enumerate(every):
         for dim, at in _places(s, p, sms):
             firsts.append((estimate(s, _divided(p, dim, at)[0], sms), i, dim, at, s))
     found: dict[TailSchedule, float] = {}
@@ -113,16 +113,16 @@ def _whole_waves(p: Gemm, kinds: Sequence[Sm90Schedule], sms: int) -> dict[TailS
         first, rest = _divided(p, dim, at)
         # Beside blocks that all end together, blocks of a tail would only be scattered.
         tiles = _tiles(s, first)
-        main = replace(settle(s, first, sms), early=tiles < _TOGETHER * math.ceil(tiles / sms) * sms)
+        main = replace(completed(s, first, sms), early=tiles < _TOGETHER * math.ceil(tiles / sms) * sms)
         made = TailSchedule(dim, at, main, choose(rest, sms))
         found[made] = _cost(made, p, sms)
     return found
 
 
-def _one_wave(p: Gemm, kinds: Sequence[Sm90Schedule], sms: int) -> dict[TailSchedule, float]:
+def _one_wave(p: Gemm, every: Sequence[Sm90Schedule], sms: int) -> dict[TailSchedule, float]:
     """For tiles of which one wave would hold the product, but for those that lie across its edges."""
     firsts = []
-    for i, s in enumerate(kinds):
+    for i, s in enumerate(every):
         area = s.block_m * s.block_n
         large = p.m > _TWO_KINDS_ROWS and s.block_m >= _TWO_KINDS_TILE
         if not large or p.m * p.n > sms * area or _tiles(s, p) <= sms:
@@ -141,16 +141,16 @@ def _one_wave(p: Gemm, kinds: Sequence[Sm90Schedule], sms: int) -> dict[TailSche
         first, rest = _divided(p, dim, at)
         idle = sms - _tiles(s, first)
         # Idle multiprocessors are not in pairs.
-        alone = [t for t in menu(rest, idle) if t.cluster == t.blocks == 1 and _tiles(t, rest) <= idle]
+        alone = [t for t in kinds(rest, idle) if t.cluster == t.blocks == 1 and _tiles(t, rest) <= idle]
         if alone:
-            tail = settle(min(alone, key=lambda t: estimate(t, rest, idle)), rest, idle)
-            made = TailSchedule(dim, at, replace(settle(s, first, sms), early=True), tail)
+            tail = completed(min(alone, key=lambda t: estimate(t, rest, idle)), rest, idle)
+            made = TailSchedule(dim, at, replace(completed(s, first, sms), early=True), tail)
             found[made] = _cost(made, p, sms)
     return found
 
 
 def _tiles(s: Sm90Schedule, p: Gemm) -> int:
-    return s.tiles(p.turned() if s.swap else p)
+    return s.tiles(p.swapped() if s.swap else p)
 
 
 def _cost(s: TailSchedule, p: Gemm, sms: int) -> float:

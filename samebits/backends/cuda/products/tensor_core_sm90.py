@@ -12,7 +12,7 @@ import torch
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.choice_sm90 import candidates, choose, estimate, variations
 from samebits.backends.cuda.products.gemm_sm90 import Gemm, reached
-from samebits.backends.cuda.products.menu_sm90 import catalogue
+from samebits.backends.cuda.products.kinds_sm90 import catalogue
 from samebits.backends.cuda.products.plan import CudaKernel, CudaPlan
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule
 from samebits.backends.cuda.tensor_maps import Maps, Side, operand_maps
@@ -72,8 +72,8 @@ def panel(variant: Sm90Variant, s: Sm90Schedule) -> int:
     if variant.out_dtype == torch.float32:
         return 0
     if s.swap:
-        turned = variant.aligned and variant.segments == 1
-        return s.turned_panel(variant.b_mn, variant.a_mn) if turned else 0
+        in_panels = variant.aligned and variant.segments == 1
+        return s.swapped_panel(variant.b_mn, variant.a_mn) if in_panels else 0
     return s.panel if variant.aligned or (s.panel == 64 and variant.bias_dtype is None) else 0
 
 

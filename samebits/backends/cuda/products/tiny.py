@@ -197,10 +197,10 @@ _CHOICES: dict[Step, tuple[tuple[int, int, TinySchedule], ...]] = {
 def choose_schedule(p: TinyMatrices, batch: int, sms: int) -> TinySchedule:
     """The schedule that should be fastest. The operands' layout may not allow it."""
     s = next(s for area, k, s in _CHOICES[p.step] if p.m * p.n <= area and p.k <= k)
-    return settle(s, p, batch, sms)
+    return completed(s, p, batch, sms)
 
 
-def settle(s: TinySchedule, p: TinyMatrices, batch: int, sms: int) -> TinySchedule:
+def completed(s: TinySchedule, p: TinyMatrices, batch: int, sms: int) -> TinySchedule:
     """`s` with matrices for all threads of a block; if staged, for half, with the whole batch on the GPU."""
     busy = p.threads(s)
     if s.staged:
@@ -290,7 +290,7 @@ class TinyKernel(CudaKernel[Product, TinySchedule]):
 
     def candidates(self, p: Product) -> Sequence[TinySchedule]:
         given, sms = _arranged(p), devices.device_info(p.device).sm_count
-        found = (settle(s, given.matrices, p.batch, sms) for _, _, s in _CHOICES[self.step])
+        found = (completed(s, given.matrices, p.batch, sms) for _, _, s in _CHOICES[self.step])
         return list(dict.fromkeys((self.choose(p), *filter(given.runs, found))))
 
     def choose(self, p: Product) -> TinySchedule:
@@ -309,7 +309,7 @@ class TinyKernel(CudaKernel[Product, TinySchedule]):
         of, vectors, (a_strides, b_strides, out_strides) = given = _arranged(p)
         s = s or choose_schedule(of, p.batch, info.sm_count)
         if not given.runs(s):
-            s = settle(replace(s, staged=True), of, p.batch, info.sm_count)
+            s = completed(replace(s, staged=True), of, p.batch, info.sm_count)
         broadcast = (not a_strides[0], not b_strides[0]) if given.dense else None
         accumulate, programmatic = p.start == "out", info.arch.copies_tiles
         spec = kernel_spec(s, of, vectors, broadcast, accumulate=accumulate, programmatic=programmatic)

@@ -1,4 +1,4 @@
-"""Schedules that a product may have on Hopper: the menu that choices are made from."""
+"""Schedules that a product may have on Hopper: the kinds that could be fastest, and the catalogue of all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from samebits.backends.cuda.products.gemm_sm90 import Gemm
 from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 
-__all__ = ["LONG", "catalogue", "menu"]
+__all__ = ["LONG", "catalogue", "kinds"]
 
 LONG = 40_000  # k over which blocks drift apart, out of L2, unless their tiles are wide and in clusters
 
@@ -45,8 +45,8 @@ _SHARED = ((256, 128), (128, 256), (256, 160), (256, 192))
 _NARROW = (24, 32, 48, 64, 80, 96, 112, 128, 160, 192)
 
 
-def menu(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The schedules whose cost is estimated."""
+def kinds(p: Gemm, sms: int) -> list[Sm90Schedule]:
+    """The kinds of schedule whose cost is estimated, of which ``choice_sm90.completed`` makes candidates."""
     found = _many_rows(p, sms) if p.m > 128 else []
     if p.m <= 128 and p.b_mn and not p.a_mn:
         found += _many_blocks(p, sms)
@@ -262,7 +262,7 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     rows = (8, 16, 32, 64, *in_one_tile, 128, *range(136, 257, 8), *range(272, 513, 16), 4096)
     for sms, m in itertools.product((66, 114, 132), rows):
         for n in (256, 512, 1024, *range(2048, 8449, 512), 3 * 8448, 57344):
-            found.update(dict.fromkeys(menu(Gemm(m, n, 1024, 1, a_mn, b_mn), sms), None))
+            found.update(dict.fromkeys(kinds(Gemm(m, n, 1024, 1, a_mn, b_mn), sms), None))
     if not a_mn:
         for wide, kind in itertools.product(range(_LEAST_PART, 257, 8), _IN_WAVES):
             found.update(dict.fromkeys(_across(Gemm(2 * wide, 4096, _DEEP, 1, a_mn, b_mn), wide, kind)))
@@ -270,7 +270,7 @@ def catalogue(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
         for m, blocks in itertools.product((24, *range(40, 129, 8)), (1, 2, 3, 4)):
             found.update(dict.fromkeys(_many_blocks(Gemm(m, blocks * 132 * 64, _DEEP, 1, a_mn, b_mn), 132)))
     # Many tiles of 64 tokens.
-    found.update(dict.fromkeys(menu(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))
+    found.update(dict.fromkeys(kinds(Gemm(1344, 496, 1024, 1, a_mn, b_mn), 132), None))
     # Early start, prefetching and the order of tiles alternate.
     return [
         replace(
