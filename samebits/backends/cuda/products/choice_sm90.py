@@ -11,7 +11,8 @@ from samebits.backends.cuda.products.schedule_sm90 import Sm90Schedule, round_up
 
 __all__ = ["candidates", "choose", "completed", "estimate", "variations"]
 
-# Measured on an H200, or fitted to the times of many products and schedules there.
+# All constants of the model. They were measured on an H200, or fitted to the times of many products and
+# schedules there: docs/kernels/tensor_core_sm90.md says to which. A new one has to change choices there.
 _STEP = {8: 18, 16: 20, 24: 22, 32: 24, 40: 26, 48: 28, 56: 30}  # cycles of a k16 step of 64 rows
 _CLOCK = 1750.0  # MHz, if power allows
 _POWER = 31_400.0  # MHz that power allows if a cycle of a multiprocessor takes the energy of one multiply-add
@@ -30,9 +31,7 @@ _TURNED_LIKE = 1.01  # for 256 x 192, which are there untransposed, too, and 1 t
 _TURNED_ALONE = 0.96  # for those of 64 rows, above 512 rows
 _TURNED_WIDE = 1.02  # for those of 64 rows and over 128 columns, from 129 to 512 rows
 _TURNED_IN_TURN = 1.03  # for those of 192 rows, up to 1024 rows, if a block takes several: beside _IN_TURN
-_FOR_TABLES = 1.3  # factor for those of 65 to 128 rows: from 8 % faster to 8 % slower, so they must be timed
 _LINES = 0.95  # factor for dX of up to 32 rows by tiles of 128 columns
-_TWICE, _TWICE_IN_HALVES = 1.03, 1.05  # factors for dX in two rows of tiles, which read b; in half lines
 _TURNED_STORE = 3000.0, 1000.0  # cycles to write a transposed tile, for each byte of an element; in units
 TOGETHER = 2048  # the most rows whose tiles are computed together, so that their operands stay in L2
 _STORE, _STORE_ROW, _STORE_BYTE = 1000.0, 1.0, 0.0775  # cycles to write a tile, for each row, for each byte
@@ -119,8 +118,9 @@ def _factor(s: Sm90Schedule, p: Gemm, sms: int) -> float:
         if s.block_m == 128 and p.m <= 32:
             return _LINES
         if s.warpgroups == s.blocks == 1 and s.block_n > 64:
-            few = _FOR_TABLES if p.m <= 128 else _TURNED_WIDE if s.block_n > 128 else 1
-            return few if p.m <= 512 else _TURNED_ALONE
+            if p.m > 512:
+                return _TURNED_ALONE
+            return _TURNED_WIDE if s.block_n > 128 < p.m else 1.0
         in_turn = s.tiles(p.swapped()) > sms
         factor = _TURNED[s.block_m] if s.warpgroups > 1 and p.m > 1024 else 1.0
         if s.block_m == 192 and p.m <= 1024 and in_turn:
@@ -130,8 +130,6 @@ def _factor(s: Sm90Schedule, p: Gemm, sms: int) -> float:
         if s.cluster > 1 and s.block_m < 256:
             factor *= 1 if (s.share == 1) + in_turn + (p.m > 1024) > 1 else _TURNED_PAIRS
         return factor
-    if p.b_mn and not p.a_mn and s.block_m == 64 < p.m <= 128 and p.batch == 1:
-        return _TWICE_IN_HALVES if s.block_n % 64 else _TWICE
     return _TALL_MN if p.a_mn and s.block_m == 192 and p.k >= 2048 else 1
 
 
