@@ -380,3 +380,7 @@ def main() -> None:
     save(options.out, "vllm_bits.json" if {*kinds} <= {*MODELS} else "vllm_bits_breadth.json", data)
     if any(case["differing"] for case in cases):
         raise SystemExit("bits differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -35,7 +35,7 @@ _KEYS, _QUERIES = 1, 2  # values of the macro GRADS
 
 @dataclass(frozen=True, slots=True)
 class HopperPass:
-    """How a kernel goes about it. None changes a bit.
+    """A schedule of one of the two kernels.
 
     Attributes:
         warpgroups: that compute; each has 64 rows.

@@ -83,7 +83,7 @@ class HopperVariant:
 
 @dataclass(frozen=True, slots=True)
 class HopperSchedule:
-    """How the kernel goes about it. None changes a bit.
+    """A schedule of ``attention_sm90``.
 
     Attributes:
         warpgroups: that compute; each has 64 rows.
@@ -103,12 +103,12 @@ class HopperSchedule:
 
     @property
     def rows(self) -> int:
-        """That products have."""
+        """Of the kernel's products."""
         return 64 * self.warpgroups
 
     @property
     def most_rows(self) -> int:
-        """That a tile fills of them."""
+        """Of these, the most that hold queries."""
         return 8 if self.few else self.rows
 
     def smem(self, of: HopperVariant) -> int:
@@ -279,7 +279,7 @@ def variant(x: Attention) -> HopperVariant:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All of a call that its geometry decides: everything but addresses.
+    """All of a launch that a call's geometry decides: everything but addresses.
 
     Attributes:
         kernel: under its schedule.

@@ -70,7 +70,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """How the forward goes about it. None changes a bit.
+    """A schedule of the forward.
 
     Attributes:
         row_warps: warps with 16 rows of a tile each.

@@ -31,7 +31,7 @@ _BACKWARD = "PPPPPPPPPPPPP" + 8 * "qqqq" + "qq" + "ii" + PROBLEM
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """How a pass of the backward goes about it. None changes a bit.
+    """A schedule of a pass of the backward.
 
     Attributes:
         warps: of a block; each has 16 keys, or 16 rows of queries.

@@ -113,7 +113,7 @@ def estimate(s: Sm90Schedule, product: Gemm, sms: int) -> float:
 
 
 def _factor(s: Sm90Schedule, p: Gemm, sms: int) -> float:
-    """What times show, and no part of the work explains."""
+    """A factor that measured times ask for, and that no part of the work explains."""
     if s.swap:
         if s.block_m == 128 and p.m <= 32:
             return _LINES

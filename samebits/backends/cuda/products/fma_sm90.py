@@ -152,7 +152,7 @@ class FmaSm90Schedule:
 
 @dataclass(frozen=True, slots=True)
 class FmaManySchedule(FmaSm90Schedule):
-    """The schedule for many rows: ``kernels/fma_sm90.cu``, which reads single k.
+    """The schedule for many rows: ``kernels/fma_sm90.cu``, which reads one k of a row at a time.
 
     Attributes:
         unroll: k in an iteration of the inner loop. The instruction cache should hold its code.
@@ -340,7 +340,7 @@ class FmaSm90Kernel(CudaKernel[Product, FmaSm90Schedule]):
         return min(among, key=lambda s: s.time(p.m, p.n, terms(p.k), p.batch, by_k, sm_count))
 
     def cost(self, p: Product, s: FmaSm90Schedule) -> float:
-        """Microseconds of all terms, as ``fma``'s. What comes beside them is much the same there."""
+        """Microseconds of all terms, to compare with ``fma``'s. The rest of a launch takes as long."""
         sm_count = devices.device_info(p.device).sm_count
         return s.each(p.m, p.n, terms(p.k), p.batch, _both_by_k(p), sm_count) * max(1, p.k) / 1000
 

@@ -54,7 +54,7 @@ def balanced(p: GroupedProduct) -> Gemm:
 
 
 def _few_rows(p: Gemm) -> Sm90Schedule:
-    """A tile with all rows of most groups, so that a matrix is read once. Groups differ: room for twice.
+    """A tile that holds all rows of most groups, so that their matrix is read once: twice the mean.
 
     A panel of tiles is as tall as of many rows, for each reads the matrix again.
     """
@@ -65,7 +65,7 @@ def _few_rows(p: Gemm) -> Sm90Schedule:
 
 
 def kind(s: Sm90Schedule) -> Sm90Schedule:
-    """Without what no kernel is compiled for."""
+    """The schedule without the fields that no kernel is compiled for."""
     return replace(s, group=16, early=False)
 
 
@@ -123,7 +123,7 @@ class GroupedSm90Kernel(CudaKernel[GroupedProduct, Sm90Schedule]):
 
     @functools.cached_property
     def kinds(self) -> set[Sm90Schedule]:
-        """The catalogue's, of which each is a kernel of its own in a layout."""
+        """Schedules of the catalogue that differ in compiled code, for one layout."""
         return {kind(s) for s in self.catalogue}
 
     def cost(self, p: GroupedProduct, s: Sm90Schedule) -> float:
@@ -181,7 +181,7 @@ def chosen(g: Gemm, sms: int, of_terms: bool) -> Sm90Schedule:
 
 
 def for_sequences(s: Sm90Schedule, g: Gemm) -> Sm90Schedule:
-    """`s`, for groups whose terms are in sequences: each begins a new block of k, so blocks are short."""
+    """`s` for groups whose terms are in sequences. Each begins a new block of k, so blocks are short."""
     if g.k < 128:  # what is written is the bound
         return s
     s = replace(s, block_k=32)
@@ -189,7 +189,7 @@ def for_sequences(s: Sm90Schedule, g: Gemm) -> Sm90Schedule:
 
 
 def estimate(s: Sm90Schedule, g: Gemm, sms: int) -> float:
-    """The cost where groups differ: on average half of a tile of each has no rows of its own."""
+    """The cost where groups differ. On average, half of each group's last tile has no rows."""
     tiles = g.m / s.block_m + 0.5
     low = max(1, int(tiles))
     few, more = (choice_sm90.estimate(s, replace(g, m=n * s.block_m), sms) for n in (low, low + 1))

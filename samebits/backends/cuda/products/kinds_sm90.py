@@ -77,7 +77,7 @@ _ENDING = 0.9
 
 
 def _many_blocks(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """Transposed tiles of all rows, one or more than two on a multiprocessor: all or most run at once.
+    """Transposed tiles that hold all rows, one or more than two on a multiprocessor. Most run at once.
 
     Of more than 64 rows, they must also end together. Up to 32 rows may have tiles of 128 columns, one on a
     multiprocessor, with half of its shared memory: two lines side by side load faster than one.
@@ -162,7 +162,7 @@ _LEAST_PART, _LEAST_OF_MANY = 112, 160  # rows of a part; of more than 4096 rows
 
 
 def _rows_across(p: Gemm, sms: int) -> list[Sm90Schedule]:
-    """The transpose, in tiles as wide as an equal part of all rows: to fill the last wave, and waste few."""
+    """Transposed tiles, each with an equal part of all rows. They fill the last wave, and waste few rows."""
     if p.a_mn:
         return []
     found = _rows_in_full_waves(p, sms) if p.m > 256 else []
@@ -206,7 +206,7 @@ def _widths(m: int) -> list[int]:
 
 
 def _across(p: Gemm, columns: int, kind: _Across) -> list[Sm90Schedule]:
-    """Transposed tiles of a kind and so many columns: none if they are too many, alone, and in pairs."""
+    """Transposed tiles of a kind with so many columns, alone and in pairs; none if it cannot have so many."""
     if columns > kind.most:
         return []
     s = _schedule(p, kind.block_m, columns, 64, kind.warpgroups, kind.share, swap=True)

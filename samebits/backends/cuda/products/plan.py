@@ -50,7 +50,7 @@ class CudaPlan:
                 maps[address]
 
     def later(self, *addresses: int) -> Callable[[], None]:
-        """A launch on these addresses. Whatever it can fail for want of is there already."""
+        """A launch on these addresses, which cannot fail: all that it needs is there."""
         self.encode(*addresses[:3])
         return partial(self.launch, *addresses)
 

@@ -80,7 +80,7 @@ def spec(p: ScaledGrouped, s: ScaledSchedule) -> compiler.KernelSpec:
 
 @functools.lru_cache(maxsize=4096)
 def _choose(p: ScaledGrouped) -> ScaledSchedule:
-    """The schedule for `p`, whatever the offsets are. Groups differ: room for twice their share."""
+    """The schedule for `p`, whatever its offsets. Groups differ, so tiles have room for twice the mean."""
     for s in _FEW[:2]:
         if 2 * p.share <= s.tile.block_n:
             return s
@@ -102,7 +102,7 @@ class ScaledGroupedSm90Kernel(Kernel[ScaledGrouped, ScaledSchedule]):
         return devices.device_info(p.rows.device).arch.runs(self.name) and p.groups <= MOST_GROUPS
 
     def all(self, p: ScaledGrouped) -> Sequence[ScaledSchedule]:
-        """Scales of columns take registers, and so do groups."""
+        """Those for which registers suffice: scales of columns take some, and so do groups."""
         found = [s for s in SCHEDULES if scaled_sm90.fits(p.rows, s)]
         return [s for s in found if not (p.rows.b_rows and s.chains == 2 and s.tile.block_m == 128)]
 

@@ -55,7 +55,7 @@ class ScaledSchedule:
 def schedule(
     block_m: int, block_n: int, chains: int, *, swap: bool = False, stages: int = 24, **more: int
 ) -> ScaledSchedule:
-    """A schedule with as many of `stages` as fit, and the rest as it follows from these."""
+    """A schedule with as many of `stages` as fit. Its other fields follow from the arguments."""
     groups = block_m // 64
     tile = Sm90Schedule(block_m, block_n, 64, 2, groups, groups, swap=swap, early=swap, **more)
     filled = tile.filled(tile.panels)

@@ -120,7 +120,7 @@ def _whole_waves(p: Gemm, every: Sequence[Sm90Schedule], sms: int) -> dict[TailS
 
 
 def _one_wave(p: Gemm, every: Sequence[Sm90Schedule], sms: int) -> dict[TailSchedule, float]:
-    """For tiles of which one wave would hold the product, but for those that lie across its edges."""
+    """For products that one wave would hold if no tile lay across an edge."""
     firsts = []
     for i, s in enumerate(every):
         area = s.block_m * s.block_n

@@ -122,7 +122,7 @@ def _sides(p: Product) -> tuple[Side, Side]:
 
 
 def _output_strides(p: Product) -> tuple[int, int]:
-    """Strides of rows and of matrices of the output. One that no element is at is a dense output's."""
+    """Strides of rows and of matrices of the output. Of one row, or one matrix, a dense output's."""
     row = p.out.strides[-2] if p.m > 1 else -(-p.n // 8) * 8
     return row, p.out.strides[0] if p.batch > 1 else -(-row * p.m // 8) * 8
 
