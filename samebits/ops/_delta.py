@@ -65,9 +65,10 @@ def _call(
 
 
 def _run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, g, beta, initial, state, *rest = args
+    q, k, v, g, beta, initial, state, spans, scale, closes, key = args
     after = torch.empty(0, dtype=torch.float32, device=q.device) if state is None else state.clone()
-    out, closed = _forward(q, k, v, g, beta, initial, *rest, None if state is None else after)
+    kept = None if state is None else after
+    out, closed = _forward(q, k, v, g, beta, initial, spans, scale, closes, key, kept)
     return out, closed, after
 
 
@@ -94,8 +95,8 @@ def _forward(
 
 
 def _going_on_run(*args: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, g, beta, state, *rest = args
-    return _forward(q, k, v, g, beta, None, *rest, state)
+    q, k, v, g, beta, state, spans, scale, closes, key = args
+    return _forward(q, k, v, g, beta, None, spans, scale, closes, key, state)
 
 
 def _going_on_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
