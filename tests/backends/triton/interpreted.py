@@ -25,7 +25,7 @@ from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
 import samebits
-from samebits import FMA, HOPPER, TENSOR_CORE, Contract
+from samebits import FMA, HOPPER, TENSOR_CORE, Contract, backends
 from samebits.backends import reference as reference_package
 from samebits.backends.logits_in_pieces import grad_logits
 from samebits.backends.product import Operands
@@ -187,7 +187,12 @@ def gradients(call: Callable[..., Tensor], inputs: list[Tensor], contract: Contr
 @contextmanager
 def by_triton() -> Iterator[None]:
     """The reference's modules exchanged for Triton's."""
-    with mock.patch.multiple(reference_package, matmul=matmul, logp=logp, linear_logp=linear_logp):
+    theirs: dict[str, Any] = {"matmul": matmul, "logp": logp, "linear_logp": linear_logp}
+    own = backends._reference
+    with (
+        mock.patch.multiple(reference_package, **theirs),
+        mock.patch.object(backends, "_reference", lambda name: theirs.get(name) or own(name)),
+    ):
         yield
 
 
