@@ -9,6 +9,7 @@ keys that are not repeated for each head.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 _map: Any = torch.fx.node.map_aggregate
+_CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 __all__ = ["without_causal_masks"]
 
 _LARGEST = 1 << 28
@@ -32,10 +34,15 @@ _COMPUTE = frozenset(
 """Functions and methods that masks of positions are made by."""
 
 
-def without_causal_masks(module: GraphModule) -> None:
-    """Replace causal masks in a graph of the compiler's by what says so."""
-    seen: dict[Node, Tensor | None] = {}
-    changed = False
+def without_causal_masks(module: GraphModule, seen: dict[Node, Tensor | None] | None = None) -> None:
+    """Replace causal masks in a graph of the compiler's, and in checkpoints there, by what says so.
+
+    Args:
+        module: the graph, which is changed.
+        seen: what its nodes are known to compute, or None if that is nothing else.
+    """
+    seen, changed = {} if seen is None else seen, False
+    parts = Counter(node.args[0].target for node in module.graph.nodes if node.target is _CHECKPOINT)
     for node in module.graph.nodes:
         if node.target is F.scaled_dot_product_attention:
             q, *repeated = node.args[:3]
@@ -54,6 +61,11 @@ def without_causal_masks(module: GraphModule) -> None:
             if alone and _is_causal(mask, node, 1, seen):
                 node.args = (q, k, v, None, sinks, *positions, -1, 0, align, *node.args[13:])
                 changed = True
+        elif node.target is _CHECKPOINT and parts[node.args[0].target] == 1:
+            part = getattr(module, node.args[0].target)
+            takes = part.graph.find_nodes(op="placeholder")
+            values = (_value(x, seen) if isinstance(x, Node) else None for x in node.args[1:])
+            without_causal_masks(part, dict(zip(takes, values, strict=True)))
     if changed:
         module.graph.eliminate_dead_code()
         module.recompile()

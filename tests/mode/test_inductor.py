@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits.mode import inductor
@@ -186,6 +187,28 @@ def test_only_the_causal_mask_is_replaced(mask: Callable[[int], Tensor], causal:
     run = attention(mask)
     torch.testing.assert_close(torch.compile(run, backend=backend, fullgraph=True)(q), run(q))
     assert (given[0] is None) == causal
+
+
+@pytest.mark.parametrize(("form", "causal"), [(torch.tril, True), (torch.triu, False)])
+def test_masks_are_known_within_checkpoints(form: Callable[[Tensor], Tensor], causal: bool) -> None:
+    torch._dynamo.reset()
+    q, given = torch.ones(2, 3, 16, 8, requires_grad=True), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        without_causal_masks(graph)
+        parts = [part for part in graph.children() if isinstance(part, torch.fx.GraphModule)]
+        nodes = [n for part in parts for n in part.graph.nodes if n.target is F.scaled_dot_product_attention]
+        given.extend(n.kwargs.get("attn_mask", n.args[3] if len(n.args) == 4 else None) for n in nodes)
+        return graph.forward
+
+    def run(q: Tensor) -> Tensor:
+        mask = form(torch.ones(16, 16, dtype=torch.bool))
+        for _ in range(2):
+            q = checkpoint(F.scaled_dot_product_attention, q, q, q, mask, use_reentrant=False)
+        return q
+
+    torch.testing.assert_close(torch.compile(run, backend=backend, fullgraph=True)(q), run(q))
+    assert [mask is None for mask in given] == [causal] * 2
 
 
 def unary(op: OpOverload) -> bool:
