@@ -48,3 +48,22 @@ def test_prose_fits_128_columns(page: str) -> None:
     text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
     lines = (line for line in text.splitlines() if not line.lstrip().startswith(("|", "!")))
     assert [line for line in lines if len(line) > 128] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            "train-inference mismatch",
+            "training-inference mismatch",
+            "importance ratio",
+            "importance sampling",
+        ),
+        *("KL spike", "nondeterminism", "batch size changes the output", "off-policy", "bitwise consistent"),
+    ],
+)
+def test_a_page_has_the_words_that_people_search_for(words: str) -> None:
+    """The site's search splits at spaces and hyphens, and knows no stems."""
+    pages = [(ROOT / page).read_text().lower() for page in PAGES if page.startswith("docs/")]
+    wanted = set(re.split(r"[\s-]+", words.lower()))
+    assert any(wanted <= set(re.findall(r"\w+", page)) for page in pages)
