@@ -218,6 +218,17 @@ def test_exit_code_0_when_only_pytorch_drifts(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("here")
+def test_a_model_without_its_tokenizer_gets_a_remedy() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes)).save_pretrained("model")
+    result = run("audit", "./model")
+    assert result.exit_code == 2
+    assert "finds no tokenizer that it can load" in result.stderr
+    assert "or give package.module:function" in result.stderr
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -143,7 +143,6 @@ def _from_checkpoint(where: str, name: str, text: Path | None, place: Place, max
         module, loading = architecture.from_pretrained(
             where, local_files_only=True, dtype=place.dtype or "auto", output_loading_info=True
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(where, local_files_only=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, ...
         if not Path(where).is_dir():
             raise AuditError(
@@ -155,6 +154,14 @@ def _from_checkpoint(where: str, name: str, text: Path | None, place: Place, max
                 f"{where}: the folder has no config.json; expected a Hugging Face model"
             ) from error
         raise AuditError(f"{where}: transformers cannot load this model: {one_line(error)}") from error
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(where, local_files_only=True)
+    except Exception as error:
+        raise AuditError(
+            f"{where}: transformers finds no tokenizer that it can load, which the audit's text needs: save"
+            " one beside the model (tokenizer.save_pretrained), or give package.module:function, which"
+            f" returns (module, inputs). {one_line(error)}"
+        ) from error
     notes = []
     absent = sorted(loading["missing_keys"])
     if absent:
