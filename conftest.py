@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,9 @@ from samebits.testing import assert_same_bits
 from tests.support import sampling
 
 os.environ["SAMEBITS_TUNED"] = ""  # tests choose by the cost model, whatever was tuned on this machine
+# Tests start many processes. Each would compile the package again, and a worker of xdist all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Examples are drawn from a fixed seed, so that a red run stays red; deadlines would time the first compile.
 settings.register_profile("samebits", deadline=None, derandomize=True, max_examples=40, print_blob=True)
@@ -49,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     Workers of xdist share the CPUs. With as many threads as CPUs in each of them, threads would wait for each
     other, and a test take up to three times as long. Tests of what threads change set their number.
     """
+    config.add_cleanup(
+        gc.unfreeze
+    )  # frozen objects are not freed when Python ends, and libraries report leaks
     if workers := getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     if config.getoption("--backend"):
@@ -92,11 +99,6 @@ def pytest_collection_finish() -> None:
     """Nor does it look at them afterwards: a search took a second, and many tests ask for one."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Frozen objects are not freed when Python ends, and libraries report them as leaks."""
-    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses

@@ -236,7 +236,14 @@ def test_a_driver_that_is_not_there_gives_a_status(path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("sanitizer", "damages"), [("address,undefined", 3000), ("thread", 100)])
+@pytest.mark.parametrize(
+    ("sanitizer", "damages"),
+    [
+        ("address,undefined", 300),
+        pytest.param("address,undefined", 3000, marks=pytest.mark.nightly),
+        ("thread", 100),
+    ],
+)
 def test_bad_arguments_damaged_archives_and_threads_under_sanitizers(
     path: Path, sanitizer: str, damages: int
 ) -> None:

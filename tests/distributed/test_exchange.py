@@ -11,9 +11,13 @@ import torch
 
 from samebits.distributed import ordered_all_reduce, ordered_reduce_scatter
 from samebits.testing import assert_same_bits
-from tests.support.ranks import PLACES, needs_gloo, run
+from tests.support.ranks import SIZES, needs_gloo, run
 
 CHECKS = "tests.distributed.exchange_checks"
+PLACES = [
+    *(("cpu", ranks) for ranks in SIZES),
+    *(pytest.param("cuda", ranks, marks=pytest.mark.gpu) for ranks in SIZES),
+]
 
 
 @needs_gloo

@@ -10,7 +10,8 @@ from tests.support.ranks import SIZES, needs_gloo, run
 
 CHECKS = "tests.distributed.sharded_checks"
 PLACES = [
-    *(pytest.param("cpu", ranks, marks=pytest.mark.long) for ranks in SIZES),
+    *(pytest.param("cpu", ranks, marks=pytest.mark.long) for ranks in SIZES[:-1]),
+    pytest.param("cpu", SIZES[-1], marks=[pytest.mark.long, pytest.mark.nightly]),
     *(pytest.param("cuda", ranks, marks=pytest.mark.gpu) for ranks in SIZES),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
 import warnings
@@ -20,42 +21,49 @@ from samebits.mode.operators import operator_rules
 from samebits.testing import assert_same_bits
 from tests.mode import judged
 
-OF_PYTORCH = subprocess.run(  # this process may have loaded libraries that have operators of their own
-    [sys.executable, "-c", "import torch; print(*torch._C._dispatch_get_all_op_names())"],
-    capture_output=True,
-    text=True,
-    check=True,
-).stdout.split()
-OPERATORS = [operator(name) for name in OF_PYTORCH]
+
+@functools.cache
+def operators() -> list[OpOverload]:
+    """PyTorch's own: this process may have loaded libraries that have operators of theirs."""
+    code = "import torch; print(*torch._C._dispatch_get_all_op_names())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [operator(name) for name in found.stdout.split()]
+
+
 OF_OTHER_VERSIONS = {"aten::shallow_copy_data_", "prepacked::*"}
 
 
 def test_every_operator_was_judged() -> None:
     rules = operator_rules()
-    left = [op.name() for op in OPERATORS if op not in rules and not any(g.holds(op) for g in judged.GROUPS)]
+    left = [
+        op.name() for op in operators() if op not in rules and not any(g.holds(op) for g in judged.GROUPS)
+    ]
     assert left == []
 
 
 def test_every_pattern_is_of_some_operator() -> None:
     if not torch.__version__.startswith("2.13"):
         pytest.skip("patterns are of all versions of PyTorch")
-    names = {op._schema.name for op in OPERATORS}
+    names = {op._schema.name for op in operators()}
     groups = [*REPORTED.values(), *(g.patterns for g in judged.GROUPS if isinstance(g, judged.Names))]
     patterns = {p for group in groups for p in group.split()}
     idle = {p for p in patterns if not any(map(fits(p).fullmatch, names))}
     assert idle == OF_OTHER_VERSIONS
-    assert [g.reason for g in judged.GROUPS if not any(map(g.holds, OPERATORS))] == []
+    assert [g.reason for g in judged.GROUPS if not any(map(g.holds, operators()))] == []
 
 
-ELEMENTWISE = [
-    op
-    for op in OPERATORS
-    if judged.is_elementwise(op)
-    and not op._schema.is_mutable
-    and op._schema.arguments
-    and op.namespace != "_test"
-    and op.name() != "aten::where"  # of one tensor: places
-]
+def elementwise() -> list[OpOverload]:
+    return [
+        op
+        for op in operators()
+        if judged.is_elementwise(op)
+        and not op._schema.is_mutable
+        and op._schema.arguments
+        and op.namespace != "_test"
+        and op.name() != "aten::where"  # of one tensor: places
+    ]
+
+
 # They take other arguments than tensors of one shape.
 NOT_DRAWN = """
     aten::_masked_scale aten::_transform_bias_rescale_qkv aten::clamp aten::clip aten::dequantize.tensors
@@ -85,7 +93,7 @@ def drawn(argument: Any, dtype: torch.dtype, seed: int) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_elementwise_operators_do_not_look_at_an_elements_place(dtype: torch.dtype) -> None:
     wrong, not_drawn = [], []
-    for op in ELEMENTWISE:
+    for op in elementwise():
         for kind in (dtype, torch.float32, torch.int64):  # some take no other ones
             arguments = {a.name: drawn(a, kind, i) for i, a in enumerate(op._schema.arguments)}
             try:

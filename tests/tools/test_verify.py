@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +50,8 @@ from samebits.tools.verify import (
 from samebits.tools.verify.case import LAYOUTS
 from samebits.tools.verify.failures import KernelError
 from samebits.tools.verify.operands import make_inputs, make_room, unfilled
-from samebits.tools.verify.report import Report
 from samebits.tools.verify.sheet import sheet
+from tests.support import processes
 from tests.support.threads import in_threads
 from tests.tools.test_verify_grouped import GroupedStandIn
 from tests.tools.test_verify_scaled import by_reference as scaled_by_reference
@@ -551,16 +550,12 @@ def test_public_functions_are_rehearsed(backend: str, monkeypatch: pytest.Monkey
     assert {by for _, by in public} == {None if backend == "cuda" else backend}
 
 
-def _note_environment(file: Path) -> None:
-    file.write_text(os.environ["SAMEBITS_CACHE_DIR"])
-
-
 def test_processes_beside_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = multiprocessing.active_children()
     for name in ("one", "another"):
         folder = str(tmp_path / f"{name}, a cache")
         monkeypatch.setenv("SAMEBITS_CACHE_DIR", folder)
-        tasks = [partial(_note_environment, tmp_path / name), partial(sys.exit, 3)]
+        tasks = [partial(processes.note_environment, tmp_path / name), partial(sys.exit, 3)]
         with run._in_processes(tasks) as started:
             run._wait(started, 300)
             assert (tmp_path / name).read_text() == folder
@@ -570,17 +565,8 @@ def test_processes_beside_are_waited_for_and_ended(tmp_path: Path, monkeypatch: 
     assert multiprocessing.active_children() == before
 
 
-def _verify_some(found: Report, index: int, threads: int, todo: Any, done: Any) -> None:
-    """A part differs where its number is `index`, and breaks where it is not below 10."""
-    while (i := todo.get()) is not None:
-        one = found.empty()
-        got = torch.zeros(i + 1)
-        one.compare(f"kernel {i % 2}", "what", "reference", got, got + (i == index), i, f"schedule {i % 4}")
-        done.put((i, one if i < 10 else KernelError(f"part {i}")))
-
-
 def test_parts_are_verified_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_work", _verify_some)
+    monkeypatch.setattr(run, "_work", processes.verify_some)
     parts = dict(run._by_processes(3, report(), 7, 10))
     whole = report()
     for i in sorted(parts):
@@ -595,13 +581,9 @@ def test_parts_are_verified_by_processes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_process_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_work", _die)
+    monkeypatch.setattr(run, "_work", processes.die)
     with pytest.raises(KernelError, match="exit code 5"):
         list(run._by_processes(2, report(), 0, 3))
-
-
-def _die(*of: Any) -> None:
-    os._exit(5)
 
 
 def test_the_command_knows_all_parts() -> None:
