@@ -7,14 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from samebits.engines.logprobs import of_hidden
 from samebits.mode import batch_invariant as mode
 from samebits.mode.calls import OnUncovered
-from samebits.ops.logp import logp
 
 __all__ = ["batch_invariant"]
 
@@ -23,7 +20,6 @@ _PARAMETERS = (
     *("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
     *("final_logit_softcapping", "logit_scale", "outputs"),
 )
-_LOGITS = 1 << 27  # those that exist at a time
 
 
 @contextmanager
@@ -182,25 +178,15 @@ class _Head:
             )
         divisor = self._divisor if self._divisor is not None and scale == 1 / self._divisor else None
 
-        def log_probs(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-            logits = F.linear(hidden, weight, bias)
-            if divisor is not None:
-                logits = logits / divisor
-            elif scale != 1:
-                logits = logits * scale
-            if softcap is not None:
-                logits = torch.tanh(logits / softcap) * softcap
-            if temperature != 1:  # a tensor, since PyTorch multiplies by the inverse of a number on a GPU
-                logits = logits.float() / torch.full((), temperature, device=logits.device)
-            if "entropy" not in outputs:
-                return logp(logits, targets), None
-            all_ = F.log_softmax(logits, -1, dtype=torch.float32)
-            return logp(logits, targets), -(all_.exp() * all_).sum(-1)
-
-        rows = max(1, _LOGITS // weight.shape[0])
-        parts = [
-            checkpoint(log_probs, *part, use_reentrant=False, preserve_rng_state=False)
-            for part in zip(hidden.split(rows), targets.split(rows), strict=True)
-        ]
-        results = (torch.cat(x) for x in zip(*parts, strict=True) if x[0] is not None)
-        return (*results, None, None, None, None)[:5]
+        log_probs, entropy = of_hidden(
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature,
+            divisor=divisor,
+            scale=scale,
+            softcap=softcap,
+            entropy="entropy" in outputs,
+        )
+        return log_probs, entropy, None, None, None

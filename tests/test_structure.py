@@ -55,7 +55,12 @@ def imported(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.long
 def test_every_module_can_be_imported_first() -> None:
     modules = [m for m in FILES if m != "samebits.__main__"]  # which runs the command line
-    optional = {"triton": "samebits.backends.triton.", "sglang": "samebits.sglang.", "vllm": "samebits.vllm."}
+    optional = {
+        "triton": "samebits.backends.triton.",
+        "sglang": "samebits.sglang.",
+        "verl": "samebits.verl",
+        "vllm": "samebits.vllm.",
+    }
     for needed, own in optional.items():
         if importlib.util.find_spec(needed) is None:
             modules = [m for m in modules if not m.startswith(own)]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from samebits.ops.logp import logp
 from samebits.ops.scan import cumsum
 from samebits.ops.softmax import log_softmax, softmax
 
-__all__ = ["all_logprobs", "divided", "keep_top", "processed"]
+__all__ = ["all_logprobs", "divided", "keep_top", "of_hidden", "processed", "without_words"]
+
+_LOGITS = 1 << 27  # those that exist at a time
 
 
 def all_logprobs(logits: Tensor) -> Tensor:
@@ -56,3 +61,67 @@ def processed(
     k = None if not top_k or top_k < 0 or top_k >= size else torch.full((rows,), top_k, device=z.device)
     p = None if top_p is None or top_p == 1 else torch.full((rows,), top_p, device=z.device)
     return log_softmax(keep_top(z, k, p), -1)
+
+
+def without_words(logits: Tensor, words: int | None) -> Tensor:
+    """-inf from entry `words` on: an engine does not sample what its tokenizer does not have."""
+    if words is None or words >= logits.shape[-1]:
+        return logits
+    return F.pad(logits[..., :words], (0, logits.shape[-1] - words), value=-torch.inf)
+
+
+def of_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    *,
+    divisor: float | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    words: int | None = None,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of a head's logits, for a loss under the mode: those of an engine with the same weights.
+
+    ``log_softmax(z, -1)`` with ``z = logits.float() / temperature``. The logits are rounded to the dtype of
+    the hidden states, scaled and capped, as by a model's own head. So are their gradients. At most about
+    2**27 logits exist at a time: those of more tokens are computed in pieces, and again in the backward.
+
+    Args:
+        hidden: ``[tokens, D]``.
+        weight: ``[V, D]``, and a bias ``[V]``.
+        targets: ``[tokens]``, whose log-probs are asked for.
+        temperature: of all tokens.
+        divisor, scale, softcap: what a model does to its logits.
+        words: of the tokenizer, see :func:`without_words`. All entries of `V` by default.
+        entropy: whether to compute it, of all of `V`.
+
+    Returns:
+        Float32 tensors of ``[tokens]``: log-probs, and entropies or None.
+    """
+
+    def piece(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = F.linear(hidden, weight, bias)
+        if divisor is not None:
+            logits = logits / divisor
+        elif scale != 1:
+            logits = logits * scale
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if temperature != 1:  # a tensor, since PyTorch multiplies by the inverse of a number on a GPU
+            logits = logits.float() / torch.full((), temperature, device=logits.device)
+        found = logp(without_words(logits, words), targets)
+        if not entropy:
+            return found, None
+        all_ = F.log_softmax(logits, -1, dtype=torch.float32)
+        return found, -(all_.exp() * all_).sum(-1)
+
+    rows = max(1, _LOGITS // weight.shape[0])
+    parts = [
+        checkpoint(piece, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(hidden.split(rows), targets.split(rows), strict=True)
+    ]
+    log_probs, entropies = zip(*parts, strict=True)
+    return torch.cat(log_probs), torch.cat(entropies) if entropy else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
@@ -44,6 +44,7 @@ def install(hooks: Hooks) -> None:
 def _with_reset(own: Callable[..., Any]) -> Callable[..., Any]:
     """`own`, after which no cached prefix has keys of old weights."""
 
+    @wraps(own)  # an engine in a process of its own reads the signature
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         found = own(self, method, *args, **kwargs)
         if method in ("reload_weights", "update_weights"):

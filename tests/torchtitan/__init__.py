@@ -1,0 +1,1 @@
+"""TorchTitan's models, where it is installed."""

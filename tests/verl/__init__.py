@@ -1,0 +1,1 @@
+"""verl's FSDP engine in one process, where verl is installed. ``examples/verl_grpo.py`` runs all of verl."""
