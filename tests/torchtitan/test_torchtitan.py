@@ -20,9 +20,7 @@ import torch
 from torch import Tensor, nn
 
 if importlib.util.find_spec("torchtitan") is None:
-    pytest.skip(
-        "torchtitan is not installed: .ci/torchtitan.txt names what it needs", allow_module_level=True
-    )
+    pytest.skip("torchtitan is not installed: .ci/trainers.txt names what it needs", allow_module_level=True)
 
 SHIM = Path(__file__).parents[2] / "shims" / "batch_invariant_ops"
 LENGTHS = [40, 7, 23, 64, 1, 31]

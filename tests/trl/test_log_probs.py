@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import samebits
 import samebits.trl
+from samebits.engines import logprobs
 from samebits.testing import assert_same_bits
 from tests.support.devices import DEVICES
 
@@ -93,7 +94,7 @@ def test_log_probs_are_those_of_a_row_alone(
         found = fused(model, sequences)
         with torch.autocast(device, torch.bfloat16):
             cast = fused(model, sequences)
-        monkeypatch.setattr(samebits.trl, "_LOGITS", 131 * 2)
+        monkeypatch.setattr(logprobs, "_LOGITS", 131 * 2)
         pieces = fused(model, sequences)
     for some in (found, cast, pieces):
         assert_same_bits(some.log_probs[:, -ANSWER:], expected)
@@ -114,7 +115,7 @@ def test_entropy_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         return found.log_probs.detach(), found.entropy.detach(), [*gradients]
 
     whole = results(samebits.trl.batch_invariant(trainer(model)))
-    monkeypatch.setattr(samebits.trl, "_LOGITS", 131 * 2)
+    monkeypatch.setattr(logprobs, "_LOGITS", 131 * 2)
     pieces = results(samebits.trl.batch_invariant(trainer(model)))
     hook = model.base_model.register_forward_pre_hook(samebits.trl._count_positions, with_kwargs=True)
     theirs = results(samebits.batch_invariant())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if importlib.util.find_spec("verl") is None:
-    pytest.skip("verl is not installed: .ci/verl.txt names what it needs", allow_module_level=True)
+    pytest.skip("verl is not installed: .ci/trainers.txt names what it needs", allow_module_level=True)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 os.environ |= {"HF_HUB_OFFLINE": "1", "VERL_PLATFORM": "cpu"}
