@@ -316,10 +316,10 @@ def tensor_core_log_probabilities() -> int:
     target = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(3))
     target[::7], target[1], target[3] = -100, -5, vocabulary
     grad, grad_entropy = (values("normal", (tokens,), F32, seed) for seed in (4, 5))
-    for x, b, entropy, scale in (
-        (hidden, None, False, 1.0),
-        (hidden, bias, True, 0.01),
-        (strided, bias, True, 0.01),
+    of_both = range(2)  # cases that are fused
+    schedules, tiles = some(of_both, linear_logp.STATISTICS_SCHEDULES), some(of_both, backend.TILE_SCHEDULES)
+    for i, (x, b, entropy, scale) in enumerate(
+        ((hidden, None, False, 1.0), (hidden, bias, True, 0.01), (strided, bias, True, 0.01))
     ):
         fused = x is hidden
         assert linear_logp.supports_fused(x, weight, b, key) == fused
@@ -330,7 +330,7 @@ def tensor_core_log_probabilities() -> int:
         reference_logp.combine(statistics, want)
         arguments: tuple[Any, ...] = (x, weight, b, part, want, grad, grad_entropy if entropy else None)
         want_dz = grad_logits(reference_linear_logp.grad_logits_later, *arguments, dtype=F16, contract=key)
-        for s in linear_logp.STATISTICS_SCHEDULES if fused else (None,):
+        for s in (s for case, s in schedules if case == i) if fused else (None,):
             got = Rows.empty(target, vocabulary, -100, scale=scale, entropy=entropy)
             keep = torch.full((tokens, kept), torch.nan)
             found = linear_logp.statistics(x, weight, b, got, keep, contract=key, schedule=s)
@@ -339,7 +339,7 @@ def tensor_core_log_probabilities() -> int:
             for name in ("logp", "entropy", "shift", "log_sum"):
                 assert_same_bits(getattr(got, name), getattr(want, name), f"{name}, {s}")
                 count += 1
-        for s in backend.TILE_SCHEDULES if fused else (None,):
+        for s in (s for case, s in tiles if case == i) if fused else (None,):
             by = partial(linear_logp.grad_logits_later, schedule=s)
             dz = grad_logits(by, *arguments, dtype=F16, contract=key)
             assert_same_bits(dz, want_dz, f"dz, {s}")
