@@ -24,8 +24,8 @@ BESIDE = {
 STEPS = {
     "forward + backward, 8 x 512": "training step of a Llama of a billion parameters, 8 x 512 tokens",
     "forward + backward, 1 x 4,096": "training step of that Llama, 1 x 4,096 tokens",
-    "Qwen3 4B, checkpointed, forward + backward, 4 x 2,048": (
-        "training step of a Qwen3 of 4 billion, checkpointed, 4 x 2,048 tokens"
+    "Qwen3 4B, checkpointed, forward + backward, 4 x 2,048, 12 layers": (
+        "training step of 12 layers of a Qwen3 of 4 billion, checkpointed, 4 x 2,048 tokens"
     ),
     "experts, forward + backward, 8 x 512": "training step of a model of experts, 8 x 512 tokens",
     "decode, eager, batch 1": DECODE,
@@ -45,8 +45,8 @@ def _beside_compiled(work: str, case: dict[str, Any]) -> list[str]:
     """A row that has compiled PyTorch for 1, and samebits in its fastest form."""
     theirs = case[COMPILED]["ms"]
     ours = f"{steps.best(case)['ms'] / theirs:.2f}"
-    others = [f"PyTorch, eager {case['torch']['ms'] / theirs:.2f}"]
-    others += [f"Liger {case['liger']['ms'] / theirs:.2f}"] * ("liger" in case)
+    beside = {"torch": "PyTorch, eager", "liger": "Liger"}
+    others = [f"{name} {case[form]['ms'] / theirs:.2f}" for form, name in beside.items() if form in case]
     return [work + BESIDE_COMPILED, ours, ours, ", ".join(others)]
 
 
@@ -84,12 +84,13 @@ def rows(gpu: str) -> list[list[str]]:
         compiled: dict[str, list[str]] = {}
         for name, work in STEPS.items():
             if case := cases.get(name):
-                modes = (case[mode]["ms"] for mode in ("context", "process") if mode in case)
-                taken.setdefault(work, []).extend(ms / case["torch"]["ms"] for ms in modes)
+                forms = [form for form in ("context", "process") if form in case] or ["fused"]
+                times = (case[form]["ms"] / case["torch"]["ms"] for form in forms)
+                taken.setdefault(work, []).extend(times)
                 if COMPILED in case:
                     compiled[work] = _beside_compiled(work, case)
-        for work, times in taken.items():
-            add(work, times)
+        for work, ratios in taken.items():
+            add(work, ratios)
             if work in compiled:
                 found.append(compiled[work])
     if gpu in measured("models.json"):

@@ -78,7 +78,7 @@ CHECKPOINTED: dict[str, Any] = {
 TRAINED = {
     "forward + backward, 8 x 512": "Llama 1B\n8 x 512",
     "forward + backward, 1 x 4,096": "Llama 1B\n1 x 4,096",
-    "Qwen3 4B, checkpointed, forward + backward, 4 x 2,048": "Qwen3 4B\n4 x 2,048",
+    "Qwen3 4B, checkpointed, forward + backward, 4 x 2,048, 12 layers": "Qwen3 4B, 12\nlayers, 4 x 2,048",
     "experts, forward + backward, 8 x 512": "experts\n8 x 512",
 }
 """Steps in README's first picture."""
@@ -499,20 +499,22 @@ def show(data: dict[str, Any]) -> Table:
 
 
 def merged(path: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """`data` with the other cases of results that are there.
+    """`data` with the other cases of results that are there. Those of another commit name it.
 
     Raises:
-        ValueError: those were measured at another commit, on another machine, or of other models.
+        ValueError: those were measured on another machine, or of other models.
     """
     if not path.exists():
         return data
     before = json.loads(path.read_text())
-    free = {"date", "load_before", "threads"}
+    free = {"commit", "date", "load_before", "threads", "cores"}
     for key in (*data["environment"].keys() - free, *data.keys() - {"environment", "cases"}):
         old, new = (of["environment"].get(key, of.get(key)) for of in (before, data))
         if old != new:
             raise ValueError(f"benchmarks steps: --merge: expected {key} {old} of {path}, got {new}")
-    cases = {case["work"]: case for case in (*before["cases"], *data["cases"])}
+    was, now = (of["environment"]["commit"] for of in (before, data))
+    kept = (case if was == now else {"work": case["work"], "commit": was} | case for case in before["cases"])
+    cases = {case["work"]: case for case in (*kept, *data["cases"])}
     return data | {"cases": [*cases.values()]}
 
 

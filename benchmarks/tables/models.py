@@ -167,7 +167,12 @@ def gpu_steps(data: dict[str, Any]) -> str:
         for c in data["cases"]
     )
     head = ["step, ms", *(STEPS_BY[form] for form in forms), "samebits / PyTorch", "/ compiled", "memory"]
-    return "\n\n".join((table(head, lines), measured_on_gpu(data)))
+    older: dict[str, list[str]] = {}
+    for c in data["cases"]:
+        if "commit" in c:
+            older.setdefault(c["commit"][:10], []).append(c["work"])
+    said = (f"At commit `{commit}`: {'; '.join(works)}." for commit, works in older.items())
+    return "\n\n".join((table(head, lines), measured_on_gpu(data), *said))
 
 
 COMPILED = "torch, compiled"
