@@ -309,6 +309,7 @@ def main() -> None:
             continue
     data: dict[str, Any] = {"environment": record, "cases": [], "red": []}
     for i, name in enumerate(names):
+        save(options.out, "recurrent.json", data)  # other libraries may compile for minutes
         for what in (prefills, decoding):
             progress(i / len(names), name)
             try:
