@@ -56,8 +56,24 @@ NOT_HERE = {
 }
 
 
+WITHOUT_ROWS = {"dot", "msort", "_foreach_norm"}  # whose examples have no result for each row of the batch
+
+
 def test_every_replacement_has_an_example() -> None:
     assert {rule.name for rule in REPLACED} - CALLS.keys() == NOT_HERE
+
+
+def test_what_is_replaced_is_not_reported() -> None:
+    reported = {name for names in rules.REPORTED.values() for name in names.split()}
+    assert reported & {rule.name for rule in REPLACED} == set()
+
+
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - WITHOUT_ROWS))
+def test_rows_of_an_example_do_not_depend_on_the_batch(name: str) -> None:
+    with batch_invariant("error"):
+        few, all_ = (run(lambda x: {"result": CALLS[name](x)}, FULL[:n]) for n in (3, 40))
+    assert len(all_["result"]) == 40
+    assert_equal(few, {n: y[:3] for n, y in all_.items()})
 
 
 def elementwise() -> dict[str, Call]:
