@@ -53,9 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Workers of xdist share the CPUs. With as many threads as CPUs in each of them, threads would wait for each
     other, and a test take up to three times as long. Tests of what threads change set their number.
     """
-    config.add_cleanup(
-        gc.unfreeze
-    )  # frozen objects are not freed when Python ends, and libraries report leaks
+    config.add_cleanup(gc.unfreeze)  # else objects are not freed when Python ends: libraries report leaks
     if workers := getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     if config.getoption("--backend"):

@@ -85,12 +85,11 @@ def rows(gpu: str) -> list[list[str]]:
         for name, work in STEPS.items():
             if case := cases.get(name):
                 forms = [form for form in ("context", "process") if form in case] or ["fused"]
-                times = (case[form]["ms"] / case["torch"]["ms"] for form in forms)
-                taken.setdefault(work, []).extend(times)
+                taken.setdefault(work, []).extend(case[form]["ms"] / case["torch"]["ms"] for form in forms)
                 if COMPILED in case:
                     compiled[work] = _beside_compiled(work, case)
-        for work, ratios in taken.items():
-            add(work, ratios)
+        for work, times in taken.items():
+            add(work, times)
             if work in compiled:
                 found.append(compiled[work])
     if gpu in measured("models.json"):

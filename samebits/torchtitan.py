@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from samebits.engines.hooks import Hooks
+from samebits.engines.plugin import Plugin
 from samebits.engines.refusals import RefusedError
 from samebits.mode import calls, process
 from samebits.ops.attention import attention
@@ -35,19 +37,7 @@ __all__ = [
 ]
 
 _VARLEN = ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
-
-
-class _State:
-    """Of this process.
-
-    Attributes:
-        hooks: while the mode is on.
-    """
-
-    hooks: Hooks | None = None
-
-
-_state = _State()
+_plugin = Plugin("samebits.torchtitan")
 
 
 def enable_batch_invariant_mode(on_uncovered: calls.OnUncovered = "error") -> None:
@@ -59,25 +49,15 @@ def enable_batch_invariant_mode(on_uncovered: calls.OnUncovered = "error") -> No
     Raises:
         MovedError: this version of TorchTitan or PyTorch is not what the hooks expect.
     """
-    if _state.hooks is None:
-        from importlib.metadata import version
-
-        hooks = Hooks(f"samebits.torchtitan: TorchTitan {version('torchtitan')}")
-        try:
-            _install(hooks)
-        except BaseException:
-            hooks.undo()
-            raise
-        _state.hooks = hooks
+    if _plugin.hooks is None:
+        _plugin.enable(_install, f"TorchTitan {version('torchtitan')}")
     process.enable_batch_invariant_mode(on_uncovered)
 
 
 def disable_batch_invariant_mode() -> None:
     """Undo :func:`enable_batch_invariant_mode`."""
     process.disable_batch_invariant_mode()
-    if _state.hooks is not None:
-        _state.hooks.undo()
-        _state.hooks = None
+    _plugin.disable()
 
 
 def is_batch_invariant_mode_enabled() -> bool:

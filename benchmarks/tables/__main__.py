@@ -89,6 +89,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "reference-speed": cpu.reference_speed,
     "drift": cpu.drift,
     "support": proofs.supported,
+    "verify-parts": proofs.verified_parts,
     "commits": proofs.commits,
     "mode-replaced": mode.mode_replaced,
     "mode-vectors": mode.mode_vectors,

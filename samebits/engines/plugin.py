@@ -1,9 +1,9 @@
-"""A plug-in's switch: what turns its hooks on and off in a process of an engine."""
+"""A plug-in's switch: what turns its hooks on and off in a process of an engine or trainer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from samebits.engines.hooks import Hooks
@@ -17,9 +17,10 @@ class Plugin:
     Args:
         name: of the plug-in, for errors.
         variable: of the environment, which turns it on. With ``_ANY_VERSION`` it allows untested versions.
+            By default there is none, and the hooks are in this process alone.
     """
 
-    def __init__(self, name: str, variable: str) -> None:
+    def __init__(self, name: str, variable: str = "") -> None:
         self.name = name
         self.variable, self.any_version = variable, f"{variable}_ANY_VERSION"
         self.hooks: Hooks | None = None
@@ -31,11 +32,14 @@ class Plugin:
     def allows_any_version(self) -> bool:
         return _is_set(self.any_version)
 
-    def enable(self, install: Callable[[Hooks], None], engine: str) -> None:
+    def enable(
+        self, install: Callable[[Hooks], None], engine: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Let `install` replace what it has to, or nothing if it fails.
 
         Args:
             engine: its name and version, for errors.
+            environment: more variables that are set while the hooks are there.
         """
         hooks = Hooks(f"{self.name}: {engine}")
         try:
@@ -43,8 +47,10 @@ class Plugin:
         except BaseException:
             hooks.undo()
             raise
-        hooks.on_undo(partial(_restore, self.variable, os.environ.get(self.variable)))
-        os.environ[self.variable] = "1"
+        own = {self.variable: "1"} if self.variable else {}
+        for name, value in {**own, **(environment or {})}.items():
+            hooks.on_undo(partial(_restore, name, os.environ.get(name)))
+            os.environ[name] = value
         self.hooks = hooks
 
     def disable(self) -> None:

@@ -65,13 +65,13 @@ def disable() -> None:
 
     Engines that exist must not be used.
     """
-    from samebits.vllm.plugin import disable
+    from samebits.vllm.plugin import plugin
 
-    disable()
+    plugin.disable()
 
 
 def is_enabled() -> bool:
     """Whether the hooks are installed in this process."""
-    from samebits.vllm.plugin import is_enabled
+    from samebits.vllm.plugin import plugin
 
-    return is_enabled()
+    return plugin.hooks is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 from samebits.engines.hooks import Hooks
 from samebits.engines.refusals import RefusedError
-from samebits.vllm import plugin
+from samebits.vllm.plugin import enable, plugin, version
 from samebits.vllm.proven import NATIVE
 
 __all__ = ["register"]
@@ -20,21 +20,20 @@ def register() -> None:
     if not _watching:
         from vllm.engine.arg_utils import EngineArgs
 
-        hooks = plugin.new_hooks()
+        hooks = Hooks(f"{plugin.name}: vLLM {version()}")
         for name, wrap in (("create_engine_config", _engine_config), ("create_model_config", _model_config)):
             hooks.replace(EngineArgs, name, wrap(getattr(EngineArgs, name)), "self")
         _watching.append(hooks)
-    wanted = plugin.wanted()
-    if wanted is not None:
-        plugin.enable(**wanted)
+    if plugin.wanted():
+        enable(any_version=plugin.allows_any_version())
 
 
 def _engine_config(own: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked = (self.additional_config or {}).get("samebits")
         if asked:
-            plugin.enable(**({} if asked is True else asked))
-        if not plugin.is_enabled():
+            enable(**({} if asked is True else asked))
+        if plugin.hooks is None:
             return own(self, *args, **kwargs)
         from samebits.vllm.covered import check_config
 
@@ -53,7 +52,7 @@ def _model_config(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def create_model_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = own(self, *args, **kwargs)
-        if not plugin.is_enabled() or config.model_impl != "auto":
+        if plugin.hooks is None or config.model_impl != "auto":
             return config
         if any(name in NATIVE for name in config.architectures):
             return config

@@ -61,11 +61,12 @@ def attributes() -> dict[str, Any]:
 def test_every_hook_is_undone() -> None:
     import samebits
     import samebits.vllm
-    from samebits.vllm import plugin, sampling
+    from samebits.vllm import sampling
+    from samebits.vllm.plugin import plugin
 
     before, environment = attributes(), dict(os.environ)
     samebits.vllm.enable()
-    hooks = plugin._state.hooks
+    hooks = plugin.hooks
     assert hooks is not None
     sampling.install_processed(hooks)
     sampling.install_raw(hooks)
