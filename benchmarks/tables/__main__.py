@@ -90,6 +90,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "drift": cpu.drift,
     "support": proofs.supported,
     "verify-parts": proofs.verified_parts,
+    "verl": partial(block_of, "cpu", "verl.json", models.verl),
     "commits": proofs.commits,
     "mode-replaced": mode.mode_replaced,
     "mode-vectors": mode.mode_vectors,

@@ -299,6 +299,18 @@ def gpu_trl_vllm(data: dict[str, Any]) -> str:
     return "\n\n".join((table(head, rows), measured_on_gpu(data)))
 
 
+def verl(data: dict[str, Any]) -> str:
+    """verl's GRPO: the probabilities of the actor beside the rollout's, in verl's own metric."""
+    rows = []
+    for name, run in data["runs"].items():
+        most, mean = (
+            max(step[f"training/rollout_probs_diff_{of}"] for step in run) for of in ("max", "mean")
+        )
+        rows.append([name, str(len(run)), f"{most:.2g}", f"{mean:.2g}"])
+    head = ["verl with", "steps", "largest `rollout_probs_diff_max`", "largest `rollout_probs_diff_mean`"]
+    return "\n\n".join((table(head, rows), made_with(data)))
+
+
 def gpu_peers(data: dict[str, Any]) -> str:
     """Other libraries' times, and how many of their rows change with the batch."""
     found = peers.times(data)
