@@ -2,7 +2,7 @@
 
 python -m benchmarks cubins DIR [--against FILE] [--only SOURCE]
 
-It compiles a fixed list of kernels without a GPU, with a process for each CPU. The list has every kernel,
+It compiles a fixed list of kernels without a GPU, with a process for each CPU. The list has every source,
 architecture, kind of schedule and branch of the preprocessor. DIR/cubins.json gets two hashes of each kernel:
 of the whole cubin, and of its machine code alone. Only the first depends on names of functions and variables,
 and on constants of the source that no instruction loads.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import itertools
 import json
 import multiprocessing
@@ -25,20 +24,61 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from samebits.backends.attention import Attention
+from samebits.backends.cuda import (
+    assert_spans,
+    causal_conv1d,
+    columns,
+    compiler,
+    delta,
+    exchange,
+    exp2,
+    gated,
+    gather,
+    grouped,
+    linear_logp_sm90,
+    logp,
+    losses,
+    norm_gradients,
+    norm_rotary,
+    quantize,
+    rotary,
+    rows,
+    rsqrt,
+    slots,
+    state_space,
+    vector_norm,
+)
+from samebits.backends.cuda.attention import backward_sm90, sm90, universal, universal_backward
+from samebits.backends.cuda.products import (
+    fma,
+    fma_sm90,
+    grouped_sm90,
+    grouped_terms_sm90,
+    kinds_sm90,
+    padded_sm90,
+    plan,
+    scaled_grouped_sm90,
+    scaled_sm90,
+    segmented,
+    tensor_core,
+    tensor_core_sm90,
+    tiny,
+)
 from samebits.contract import INTERPOLATION, POLYNOMIAL
+from samebits.ops.gated import Activation
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HOPPER = "sm_90a"
 SMEM = 227 << 10
-FLAGS = list(itertools.product((False, True), repeat=2))
+FLAGS = [(a, b) for a in (False, True) for b in (False, True)]
 
 EPILOGUES: list[dict[str, Any]] = [
     {"out_dtype": BF16},
@@ -73,65 +113,27 @@ Hashes = dict[str, dict[str, str]]
 """The hashes ``cubin`` and ``code`` of kernels, by name."""
 
 
-def host() -> Any:
-    """The modules of host code that this script uses. They are imported only here."""
-    products = (
-        "fma",
-        "fma_sm90",
-        "grouped_sm90",
-        "grouped_terms_sm90",
-        "kinds_sm90",
-        "padded_sm90",
-        "plan",
-        "scaled_grouped_sm90",
-        "scaled_sm90",
-        "schedule_sm90",
-        "segmented",
-        "tensor_core",
-        "tensor_core_sm90",
-        "tiny",
-    )
-    modules = (
-        "assert_spans",
-        "compiler",
-        "exchange",
-        "exp2",
-        "gather",
-        "grouped",
-        "linear_logp_sm90",
-        "logp",
-        "norm_gradients",
-        "quantize",
-        "rows",
-        "slots",
-    )
-    names = {m: f"products.{m}" for m in products} | {m: m for m in modules}
-    names |= {n: f"attention.{n}" for n in ("universal", "universal_backward")}
-    names["attention_sm90"] = "attention.sm90"
-    found = {m: importlib.import_module(f"samebits.backends.cuda.{name}") for m, name in names.items()}
-    return SimpleNamespace(**found)
-
-
 def kernels() -> Iterator[Kernel]:
     """The fixed list of kernels."""
-    h = host()
     layouts = [
-        h.plan.TileLayout(k_major, vector, (0, 0, int(not k_major), int(k_major)))
+        plan.TileLayout(k_major, vector, (0, 0, int(not k_major), int(k_major)))
         for vector in (True, False)
         for k_major in (True, False)
     ]
-    yield from tensor_core(h, layouts)
-    yield from fma(h, layouts)
-    yield from grouped(h, layouts)
-    yield from fma_on_hopper(h)
-    yield from tensor_core_on_hopper(h)
-    yield from grouped_on_hopper(h)
-    yield from fp8(h)
-    yield from log_probabilities_on_hopper(h)
-    yield from attention(h)
-    yield from attention_on_hopper(h)
-    yield from tiny(h)
-    yield from whole_files(h)
+    yield from of_tensor_core(layouts)
+    yield from of_fma(layouts)
+    yield from of_groups(layouts)
+    yield from fma_on_hopper()
+    yield from tensor_core_on_hopper()
+    yield from grouped_on_hopper()
+    yield from fp8()
+    yield from log_probabilities_on_hopper()
+    yield from universal_attention()
+    yield from attention_on_hopper()
+    yield from of_tiny_matrices()
+    yield from whole_files()
+    yield from fused_layers()
+    yield from recurrent_layers()
 
 
 def tensor_core_operands(k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any) -> tuple[Any, ...]:
@@ -157,26 +159,26 @@ def fma_operands(k_vector: Any, row_vector: Any, k_gather: Any, row_gather: Any)
     )
 
 
-def tensor_core(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
+def of_tensor_core(layouts: list[Any]) -> Iterator[Kernel]:
     """All schedules and ways to copy, for alternating architectures."""
-    archs = h.compiler.ARCHITECTURES[1:]
-    cases = itertools.product(h.tensor_core.SCHEDULES, tensor_core_operands(*layouts))
+    archs = compiler.ARCHITECTURES[1:]
+    cases = itertools.product(tensor_core.SCHEDULES, tensor_core_operands(*layouts))
     for i, (s, (a, b, dtype)) in enumerate(cases):
         for turn in range(2):
-            yield h.tensor_core.kernel_spec(s, dtype, a, b), archs[(i + 3 * turn) % len(archs)]
+            yield tensor_core.kernel_spec(s, dtype, a, b), archs[(i + 3 * turn) % len(archs)]
 
 
-def fma(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
+def of_fma(layouts: list[Any]) -> Iterator[Kernel]:
     """All schedules and ways to copy under FMA, for alternating architectures."""
-    archs = h.compiler.ARCHITECTURES
-    for i, s in enumerate(h.fma.SCHEDULES):
-        for j, (a, b, types, segmented) in enumerate(fma_operands(*layouts)):
-            yield h.fma.kernel_spec(s, types, a, b, segmented), archs[(i + j) % len(archs)]
+    archs = compiler.ARCHITECTURES
+    for i, s in enumerate(fma.SCHEDULES):
+        for j, (a, b, types, in_segments) in enumerate(fma_operands(*layouts)):
+            yield fma.kernel_spec(s, types, a, b, in_segments), archs[(i + j) % len(archs)]
 
 
-def grouped(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
+def of_groups(layouts: list[Any]) -> Iterator[Kernel]:
     """Both forms of grouped products under all schedules, for alternating architectures."""
-    archs = h.compiler.ARCHITECTURES
+    archs = compiler.ARCHITECTURES
     k_vector, row_vector, k_gather, row_gather = layouts
     of_rows, of_terms = (
         (("OF_ROWS", k_vector, k_vector), ("OF_ROWS", row_gather, row_vector)),
@@ -185,20 +187,20 @@ def grouped(h: Any, layouts: list[Any]) -> Iterator[Kernel]:
             ("OF_TERMS", k_gather, row_vector),
         ),
     )
-    for i, s in enumerate(h.tensor_core.SCHEDULES):
+    for i, s in enumerate(tensor_core.SCHEDULES):
         for j, (form, a, b) in enumerate((*of_rows, *of_terms)):
-            yield h.tensor_core.kernel_spec(s, BF16, a, b, form), archs[1 + (i + j) % (len(archs) - 1)]
-    for i, s in enumerate(h.fma.SCHEDULES):
+            yield tensor_core.kernel_spec(s, BF16, a, b, form), archs[1 + (i + j) % (len(archs) - 1)]
+    for i, way in enumerate(fma.SCHEDULES):
         for j, (form, a, b) in enumerate((*of_rows, *of_terms)):
             types = (F32, F32, F32) if j % 2 == 0 else (BF16, BF16, F32)
-            yield h.fma.kernel_spec(s, types, a, b, form == "OF_TERMS", form), archs[(i + j) % len(archs)]
+            yield fma.kernel_spec(way, types, a, b, form == "OF_TERMS", form), archs[(i + j) % len(archs)]
     for arch in archs[1:]:
-        yield h.grouped.RUNS, arch
+        yield grouped.RUNS, arch
 
 
-def fma_on_hopper(h: Any) -> Iterator[Kernel]:
+def fma_on_hopper() -> Iterator[Kernel]:
     """All schedules and layouts. One layout also as tests/support/sanitize.py compiles it for racecheck."""
-    for i, s in enumerate((*h.fma_sm90.MANY, *h.fma_sm90.FEW)):
+    for i, s in enumerate((*fma_sm90.MANY, *fma_sm90.FEW)):
         for turned in FLAGS:
             yield s.spec(*turned), HOPPER
         spec = s.spec(*FLAGS[i % 4])
@@ -206,69 +208,73 @@ def fma_on_hopper(h: Any) -> Iterator[Kernel]:
         yield type(spec)(spec.source, spec.entry, spec.params, constants, spec.block), HOPPER
 
 
-def tensor_core_on_hopper(h: Any, layouts: Iterable[tuple[bool, ...]] = FLAGS) -> Iterator[Kernel]:
+def tensor_core_on_hopper(layouts: Iterable[tuple[bool, ...]] = FLAGS) -> Iterator[Kernel]:
     """All schedules, with alternating kinds of epilogue and operand."""
     for a_mn, b_mn in layouts:
         # Beside those that kernels in segments are compiled with, the one that takes the most registers.
         every = [*EPILOGUES, {"out_dtype": F32, "bias_dtype": F32}]
         turns = itertools.cycle(every + RAGGED if a_mn and b_mn else every)
-        for i, s in enumerate(h.kinds_sm90.catalogue(a_mn, b_mn)):
-            case = h.tensor_core_sm90.Sm90Variant(
-                **{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)}
-            )
-            yield h.tensor_core_sm90.spec(case, s), HOPPER
+        for i, s in enumerate(kinds_sm90.catalogue(a_mn, b_mn)):
+            case = tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **next(turns)})
+            yield tensor_core_sm90.spec(case, s), HOPPER
             if i % 8 == 0:  # as tails
-                yield h.tensor_core_sm90.spec(case, s, beside=True), HOPPER
+                yield tensor_core_sm90.spec(case, s, beside=True), HOPPER
 
 
-def grouped_on_hopper(h: Any) -> Iterator[Kernel]:
+def grouped_on_hopper() -> Iterator[Kernel]:
     """All schedules of groups of rows, and every fourth of groups of terms."""
-    kernel = h.grouped_sm90.GROUPED_SM90
+    kernel = grouped_sm90.GROUPED_SM90
     for i, s in enumerate(kernel.catalogue):
         for a_mn, b_mn in ((False, bool(i % 2)), (True, True)):
             if not s.fits(a_mn, b_mn) or (a_mn and (s.swap or i % 4)):
                 continue
             bounds = torch.int32 if a_mn else None
-            v = h.tensor_core_sm90.Sm90Variant(BF16, (BF16, F32)[i % 2], a_mn, b_mn, cu_seqlens_dtype=bounds)
-            yield h.grouped_sm90.spec(v, h.grouped_sm90.with_table(s, v, 128), 128), HOPPER
-    terms = h.grouped_terms_sm90
+            v = tensor_core_sm90.Sm90Variant(BF16, (BF16, F32)[i % 2], a_mn, b_mn, cu_seqlens_dtype=bounds)
+            yield grouped_sm90.spec(v, grouped_sm90.with_table(s, v, 128), 128), HOPPER
+    terms = grouped_terms_sm90
     for i, s in enumerate(terms.GROUPED_TERMS_SM90.catalogue):
-        v = h.tensor_core_sm90.Sm90Variant(BF16, (BF16, F32)[i % 2], True, True)
+        v = tensor_core_sm90.Sm90Variant(BF16, (BF16, F32)[i % 2], True, True)
         yield terms.spec(v, terms.with_table(s, 128), 128), HOPPER
 
 
-def fp8(h: Any) -> Iterator[Kernel]:
+def fp8() -> Iterator[Kernel]:
     """All schedules of products in FP8, with every kind of scales and epilogue, and quantization."""
-    every = dict.fromkeys((*h.scaled_sm90.SCHEDULES, *h.scaled_grouped_sm90.SCHEDULES))
+    every = dict.fromkeys((*scaled_sm90.SCHEDULES, *scaled_grouped_sm90.SCHEDULES))
     for s, b_rows in itertools.product(every, (False, True)):
-        rows = s.tile.block_n if s.parts > 1 else 4096
+        m = s.tile.block_n if s.parts > 1 else 4096
         for a, b, out, bias in ((E4M3, E4M3, BF16, None), (E4M3, E5M2, F16, F32), (E5M2, E4M3, F32, None)):
-            p = h.scaled_sm90.Scaled(
-                0, rows, 4096, 7168, a, b, 7168, 7168, (56, 1), (56, 1), b_rows, out, 4096, 0, bias
+            p = scaled_sm90.Scaled(
+                0, m, 4096, 7168, a, b, 7168, 7168, (56, 1), (56, 1), b_rows, out, 4096, 0, bias
             )
-            if s in h.scaled_sm90.SCALED_SM90.all(p):
-                yield h.scaled_sm90.spec(p, s), HOPPER
-            of_groups = h.scaled_grouped_sm90.ScaledGrouped(p, 32, b is E5M2, 4096 * 7168, 32 * 56)
-            if s in h.scaled_grouped_sm90.SCALED_GROUPED_SM90.all(of_groups):
-                yield h.scaled_grouped_sm90.spec(of_groups, s), HOPPER
+            if s in scaled_sm90.SCALED_SM90.all(p):
+                yield scaled_sm90.spec(p, s), HOPPER
+            of_groups = scaled_grouped_sm90.ScaledGrouped(p, 32, b is E5M2, 4096 * 7168, 32 * 56)
+            if s in scaled_grouped_sm90.SCALED_GROUPED_SM90.all(of_groups):
+                yield scaled_grouped_sm90.spec(of_groups, s), HOPPER
     for x, values in itertools.product((BF16, F16, F32), (E4M3, E5M2)):
         for square, vector in FLAGS:
-            yield h.quantize.kernel_spec(x, values, square=square, vector=vector), HOPPER
+            yield quantize.kernel_spec(x, values, square=square, vector=vector), HOPPER
         for silu, vector in itertools.product(("EXACT", "FAST")[: 2 if x is BF16 else 1], (False, True)):
-            yield h.quantize.kernel_spec(x, values, square=False, vector=vector, silu=silu), HOPPER
+            yield quantize.kernel_spec(x, values, square=False, vector=vector, silu=silu), HOPPER
 
 
-def log_probabilities_on_hopper(h: Any) -> Iterator[Kernel]:
+def log_probabilities_on_hopper() -> Iterator[Kernel]:
     """All schedules, dtypes and results."""
     operands = ((BF16, None), (BF16, BF16), (F16, F32))
     entries = ("statistics_sm90", False), ("statistics_sm90", True), ("grad_logits_sm90", False)
     for (entry, kept), (dtype, bias), entropy in itertools.product(entries, operands, (False, True)):
-        for s in h.linear_logp_sm90.schedules(entry):
-            case = {"dtype": dtype, "bias": bias, "entropy": entropy, "folded": s.block_n < 32, "kept": kept}
-            yield h.linear_logp_sm90.spec(entry, s, **case), HOPPER
+        for s in linear_logp_sm90.schedules(entry):
+            case: Any = {
+                "dtype": dtype,
+                "bias": bias,
+                "entropy": entropy,
+                "folded": s.block_n < 32,
+                "kept": kept,
+            }
+            yield linear_logp_sm90.spec(entry, s, **case), HOPPER
 
 
-def attention(h: Any) -> Iterator[Kernel]:
+def universal_attention() -> Iterator[Kernel]:
     """All schedules of the universal kernels, for alternating architectures, with each macro both ways."""
     some = (
         (BF16, 64, 64, True, None, False, False, True),
@@ -279,37 +285,41 @@ def attention(h: Any) -> Iterator[Kernel]:
         (F32, 128, 128, False, None, False, True, False),
     )
     for i, case in enumerate(some):
-        of = h.universal.Variant(*case)
-        archs = h.compiler.ARCHITECTURES[of.dtype != F32 :]
+        of = universal.Variant(*case)
+        archs = compiler.ARCHITECTURES[of.dtype != F32 :]
         grad_mask = of.mask not in (None, torch.bool)
-        specs = [*h.universal.specs(of, SMEM)]
+        specs = [*universal.specs(of, SMEM)]
         if not of.paged:
-            specs += h.universal_backward.specs(of, SMEM, grad_mask=grad_mask)
+            specs += universal_backward.specs(of, SMEM, grad_mask=grad_mask)
         for j, spec in enumerate(specs):
             yield spec, archs[(3 * i + j) % len(archs)]
 
 
-def attention_on_hopper(h: Any) -> Iterator[Kernel]:
+def attention_on_hopper() -> Iterator[Kernel]:
     """All schedules, over tensors and over pages, with each macro both ways."""
-    sm90 = h.attention_sm90
     for case in ((BF16, 128, 128, False), (F16, 64, 64, True), (BF16, 96, 80, False)):
         for paged in (False, True):
             of = sm90.HopperVariant(*case, paged)
             for spec in dict.fromkeys(sm90.spec(of, s) for s in sm90.schedules(of)):
                 yield spec, HOPPER
+    for dtype, head, values, softcap in ((BF16, 128, 128, 0.0), (F16, 64, 64, 1.0), (BF16, 96, 80, 0.0)):
+        q, v = (torch.empty(1, 1, 1, size, dtype=dtype, device="meta") for size in (head, values))
+        x = Attention(q, q, v, "", 1.0, softcap)
+        for spec in dict.fromkeys(backward_sm90.specs(x)):
+            yield spec, HOPPER
 
 
-def tiny(h: Any) -> Iterator[Kernel]:
+def of_tiny_matrices() -> Iterator[Kernel]:
     """Some products under each schedule, and the choices for squares."""
-    archs, spec = h.compiler.ARCHITECTURES, h.tiny.kernel_spec
+    archs, spec = compiler.ARCHITECTURES, tiny.kernel_spec
 
     def products(*sizes: int) -> Iterator[Any]:
-        shapes = itertools.product(sizes, repeat=3)
-        for shape, k_major, (a, b, out, step) in itertools.product(shapes, FLAGS, TINY_DTYPES):
-            yield h.tiny.TinyMatrices(*shape, a, b, out, *k_major, step)
+        every: Iterator[Any] = itertools.product(itertools.product(sizes, repeat=3), FLAGS, TINY_DTYPES)
+        for (m, n, k), (a_by_k, b_by_k), (a, b, out, step) in every:
+            yield tiny.TinyMatrices(m, n, k, a, b, out, a_by_k, b_by_k, step)
 
     some = list(products(4, 63, 64))
-    pairs = [(s, p) for i, s in enumerate(h.tiny.SCHEDULES) for p in some[i * 7 % 30 :: 31]]
+    pairs = [(s, p) for i, s in enumerate(tiny.SCHEDULES) for p in some[i * 7 % 30 :: 31]]
     for i, (s, p) in enumerate(pairs):
         dense = p.compiled_in and (i % 2 == 1 or not s.staged)
         vectors = (16, 16, 16) if dense else (p.a.itemsize, p.b.itemsize, p.out.itemsize)
@@ -322,48 +332,118 @@ def tiny(h: Any) -> Iterator[Kernel]:
     for size in (4, 8, 16, 64):
         for i, p in enumerate(products(size)):
             s, arch = (
-                h.tiny.choose_schedule(p, 4096, 132),
+                tiny.choose_schedule(p, 4096, 132),
                 (HOPPER, "sm_80", "sm_100a")[(i + size // 4) % 3],
             )
             yield spec(s, p, (16, 16, 16), (False, False), accumulate=False, programmatic=True), arch
 
 
-def whole_files(h: Any) -> Iterator[Kernel]:
+def whole_files() -> Iterator[Kernel]:
     """All kernels of row and column reductions, of log-probabilities from logits, exp2, trees,
     sums of ranks and copies."""
-    for arch in h.compiler.ARCHITECTURES:
+    for arch in compiler.ARCHITECTURES:
         for x, out, param in ((F32, BF16, F16), (F16, F32, F32), (BF16, F16, BF16)):
             for n in (100, 2048, 40000):
-                for schedule in h.rows.schedules(n, x):
-                    yield h.rows.kernel_spec("row_sum", x, out, param, schedule), arch
+                for schedule in rows.schedules(n, x):
+                    yield rows.kernel_spec("row_sum", x, out, param, schedule), arch
             for vector in (1, 16 // x.itemsize):
-                yield h.rows.long_spec(x, out, vector), arch
+                yield rows.long_spec(x, out, vector), arch
         for grad, out, of in ((F16, BF16, F32), (BF16, F16, None), (F32, F32, BF16)):
             for vector in (1, 16 // grad.itemsize):
-                yield h.rows.columns.kernel_spec("column_sums", grad, out, of, vector=vector), arch
+                yield columns.kernel_spec("column_sums", grad, out, of, vector=vector), arch
         for x, param, sums in ((F32, BF16, F16), (BF16, F32, F32), (F16, F16, BF16)):
             for n in (1000, 4096, 5120, 8192):
-                shares = h.norm_gradients.choose(n, x.itemsize)
-                yield h.norm_gradients.kernel_spec(x, param, sums, shares), arch
+                s = norm_gradients.choose(n, x.itemsize)
+                yield norm_gradients.kernel_spec(x, param, sums, s), arch
         for logits, grads in ((F32, F32), (BF16, F16), (F16, BF16)):
             for entropy in (False, True):
-                yield h.logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch
+                yield logp.kernel_spec("grad_logits", logits, grads, entropy=entropy), arch
         for bounds in (torch.int32, torch.int64):
-            yield h.assert_spans.spec(bounds), arch
+            yield assert_spans.spec(bounds), arch
             for unit in (1, 2, 4, 16):
-                yield h.gather.kernel_spec(bounds, unit), arch
-        for x, slots in ((F32, 3), (BF16, 8), (F16, 16)):
+                yield gather.kernel_spec(bounds, unit), arch
+        for x, count in ((F32, 3), (BF16, 8), (F16, 16)):
             for vector, weighted in ((1, True), (16 // x.itemsize, False)):
-                yield h.slots.kernel_spec("take_slots", x, vector, 1, weighted), arch
-                yield h.slots.kernel_spec("sum_slots", x, vector, slots, weighted), arch
-        yield h.slots.kernel_spec("route", F32, 1, 1, False), arch
+                yield slots.kernel_spec("take_slots", x, vector, 1, weighted), arch
+                yield slots.kernel_spec("sum_slots", x, vector, count, weighted), arch
+        yield slots.kernel_spec("route", F32, 1, 1, False), arch
         for model in (INTERPOLATION, POLYNOMIAL):
-            yield h.exp2.spec(model), arch
+            yield exp2.spec(model), arch
         for segments in (2, 8, 64):
-            yield h.segmented.tree_spec(segments), arch
+            yield segmented.tree_spec(segments), arch
         for ranks in (2, 8):  # both kernels of the file
-            yield h.exchange.parts_spec(ranks, arch >= "sm_90"), arch
-    yield h.padded_sm90.spec(), HOPPER
+            yield exchange.parts_spec(ranks, arch >= "sm_90"), arch
+    yield padded_sm90.spec(), HOPPER
+
+
+def fused_layers() -> Iterator[Kernel]:
+    """Each activation, layout and form of gradients, for alternating architectures."""
+    archs, n = compiler.ARCHITECTURES, itertools.count()
+
+    def each(spec: Any) -> Kernel:
+        return spec, archs[next(n) % len(archs)]
+
+    for entry in ("add_rms_norm", "add_rms_norm_backward"):
+        for x, out, param in ((BF16, BF16, BF16), (F16, F32, F32), (F32, F32, F32)):
+            for m, size, aligned in itertools.product((1, 4096), (128, 4096, 40000), (False, True)):
+                schedule = rows.choose(entry, m, size, x, aligned, F32 in (out, param))
+                yield each(rows.kernel_spec(entry, x, out, param, schedule))
+    forms = ("ALONE", BF16), ("APART", F16), ("ALTERNATING", F32), ("APART", BF16)
+    entries = "gated", "gated_backward"
+    for entry, activation, (form, x) in itertools.product(entries, get_args(Activation), forms):
+        for vector in (1, 16 // x.itemsize):
+            if form != "ALONE" or activation != "gpt_oss":
+                yield each(gated.kernel_spec(entry, x, activation, form, vector))
+    for x, vector in ((BF16, 8), (F32, 1)):
+        yield each(gated.kernel_spec("gated", x, "softplus", "ALONE", vector))
+    yield gated.kernel_spec("gated", BF16, "silu", "APART", 8, fast_silu=True), HOPPER
+    turned = ((BF16, BF16), (F16, F32), (F32, F32))
+    for (x, trig), layout, full in itertools.product(turned, rotary.LAYOUTS, (False, True)):
+        for gradients in ("none", "rounded", "wide", "split"):
+            for vector in (1, 16 // x.itemsize):
+                yield each(rotary.kernel_spec(x, trig, layout, full, vector, gradients))
+            if layout == "pairs to halves":
+                continue
+            entry = "norm_rotary" if gradients == "none" else "norm_rotary_backward"
+            for lanes in (8, 16):
+                yield each(norm_rotary.kernel_spec(entry, x, x, trig, layout, full, lanes, gradients))
+    for x in (F32, BF16, F16):
+        for arch in archs:
+            yield rsqrt.kernel_spec(x), arch
+            yield vector_norm.kernel_spec(x), arch
+            for entry in ("pick", "mean_of_losses", "spread"):
+                yield losses.kernel_spec(entry, x), arch
+
+
+def recurrent_layers() -> Iterator[Kernel]:
+    """Convolutions, state spaces and delta rules, with each macro both ways."""
+    archs, n = compiler.ARCHITECTURES, itertools.count()
+    every = itertools.product((BF16, F16, F32), (2, 4), itertools.product((False, True), repeat=3))
+    for x, taps, flags in every:
+        for vector in (1, 16 // x.itemsize):
+            yield causal_conv1d.kernel_spec(x, taps, vector, *flags), archs[next(n) % len(archs)]
+    for x, size, own in itertools.product((BF16, F32), (16, 64, 128), (False, True)):
+        spec = state_space.kernel_spec
+        for s in state_space.schedules(size, own):
+            yield spec(x, size, own, s), HOPPER
+            yield spec(x, size, own, s, wide=True, aligned=False), archs[next(n) % len(archs)]
+        one = state_space.Scan(1, 1)
+        yield spec(F16, size, own, one, step=True, softplus=True, dt=x, gate=F32), HOPPER
+        for aligned in (False, True):
+            yield state_space.backward_spec(x, x, size, own, aligned), HOPPER
+    for x, by_channel, erases in itertools.product((BF16, F32), (False, True), (False, True)):
+        given = {
+            "tensor_core": x is BF16,
+            "hardware_exp2": x is BF16,
+            "delta": erases,
+            "by_channel": by_channel,
+        }
+        for way in delta.catalogue():
+            if way.memory(x, 64, x is BF16, by_channel) <= SMEM:
+                yield delta.kernel_spec(way, x, 64, vector=erases, keep=not erases, **given), HOPPER
+        for which, tile, staged in (("matrices", 16, True), ("matrices", 64, True), ("rows", 16, False)):
+            of = delta.DeltaGradients(tile, staged)
+            yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
 
 
 def name(kernel: Kernel) -> str:
@@ -373,7 +453,7 @@ def name(kernel: Kernel) -> str:
 
 def hashes(kernel: Kernel) -> dict[str, str]:
     """Hashes of the cubin, and of its machine code: instructions, literals and resource usage."""
-    cubin = host().compiler.compile(*kernel)
+    cubin = compiler.compile(*kernel)
     occupies = cubin.registers, cubin.local_bytes, cubin.spill_bytes, cubin.static_smem
     code = hashlib.sha256(repr(occupies).encode())
     for section, content in sorted(sections(cubin.code)):

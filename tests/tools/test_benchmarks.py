@@ -25,6 +25,7 @@ from benchmarks import (
     ahead,
     attention_invariance,
     counters,
+    cubins,
     grouped,
     held_out,
     logp,
@@ -61,7 +62,7 @@ from benchmarks.tables.products import (
     triton_choice,
 )
 from benchmarks.tables.proofs import gpu_attention_invariance
-from samebits.backends.cuda import precompile
+from samebits.backends.cuda import compiler, precompile
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.tools.bench import clock
 from samebits.tools.bench.cases import SHAPES, BenchCase
@@ -457,6 +458,11 @@ def test_what_a_gpu_will_need_is_known_without_one(monkeypatch: pytest.MonkeyPat
         assert found == (len(kernels[-1]), 0)
         assert found.needed > 10
     assert kernels[0].keys() != kernels[1].keys()
+
+
+def test_the_list_of_cubins_has_every_source() -> None:
+    sources = {path.name for path in compiler.KERNELS.glob("*.cu")}
+    assert {spec.source for spec, _ in cubins.kernels()} == sources
 
 
 def test_held_out_shapes() -> None:

@@ -135,7 +135,7 @@ def _kind(s: schedule_sm90.Sm90Schedule) -> schedule_sm90.Sm90Schedule:
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)
 def test_hopper_tensor_core_compiles_without_spills(a_mn: bool, b_mn: bool, part: int) -> None:
-    kernels = [*cubins.tensor_core_on_hopper(cubins.host(), [(a_mn, b_mn)])][part::4]
+    kernels = [*cubins.tensor_core_on_hopper([(a_mn, b_mn)])][part::4]
     assert kernels
     for spec, arch in kernels:
         compiled_without_spills(spec, arch)
