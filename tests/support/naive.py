@@ -1,6 +1,8 @@
-"""A second implementation of docs/contract.md, with Python integers and fractions and no cleverness.
+"""A second implementation of docs/contract.md, with Python integers and no cleverness.
 
-It shares no code with the package. Values are Python floats, which hold every bf16, f16 and f32.
+It shares no code with the package. Values are Python floats, which hold every bf16, f16 and f32. An exact
+value is an integer, the count of its units of 2**-298, of which every product of two f32 values has a whole
+number.
 """
 
 from __future__ import annotations
@@ -8,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from fractions import Fraction
 
 import numpy as np
 
@@ -16,6 +17,7 @@ MODELS = {"HOPPER": (16, 25, -133), "AMPERE": (8, 24, -132)}
 SMALLEST_NORMAL = {"f16": -14, "bf16": -126, "f32": -126}
 # fraction bits and largest finite exponent
 FORMATS = {"f16": (10, 15), "bf16": (7, 127), "f32": (23, 127)}
+UNIT = 298
 
 
 def exponent(x: float, dtype: str) -> int:
@@ -23,27 +25,24 @@ def exponent(x: float, dtype: str) -> int:
     return max(math.frexp(x)[1] - 1, SMALLEST_NORMAL[dtype])
 
 
-def round_to(value: Fraction, dtype: str, *, toward_zero: bool = False, negative_zero: bool = False) -> float:
+def exact(x: float) -> int:
+    """The count of a finite value."""
+    return int(x * 2.0**UNIT)
+
+
+def round_to(value: int, dtype: str, *, toward_zero: bool = False, negative_zero: bool = False) -> float:
     """An exact value in a format, by RNE or RZ, with subnormals and overflow to infinity."""
     fraction_bits, largest = FORMATS[dtype]
     sign = -1.0 if value < 0 or negative_zero else 1.0
     magnitude = abs(value)
-    if magnitude == 0:
-        return math.copysign(0.0, sign)
-    # Not above the exponent, and near it.
-    e = max(SMALLEST_NORMAL[dtype], magnitude.numerator.bit_length() - magnitude.denominator.bit_length() - 1)
-    while magnitude >= Fraction(2) ** (e + 1):
-        e += 1
-    unit = Fraction(2) ** (e - fraction_bits)
-    count = magnitude / unit
-    whole = count.numerator // count.denominator
-    rest = count - whole
-    if not toward_zero and (rest > Fraction(1, 2) or (rest == Fraction(1, 2) and whole % 2 == 1)):
+    e = max(SMALLEST_NORMAL[dtype], magnitude.bit_length() - 1 - UNIT)
+    lost = e - fraction_bits + UNIT
+    whole = magnitude >> lost
+    rest, half = magnitude - (whole << lost), 1 << lost - 1
+    if not toward_zero and (rest > half or (rest == half and whole % 2 == 1)):
         whole += 1
-    rounded = whole * unit
-    if rounded >= Fraction(2) ** (largest + 1):
-        return math.copysign(math.inf, sign)
-    return math.copysign(float(rounded), sign)
+    rounded = math.ldexp(whole, e - fraction_bits)
+    return math.copysign(rounded if rounded < 2.0 ** (largest + 1) else math.inf, sign)
 
 
 def fused(acc: float, a: list[float], b: list[float], dtype: str, fraction_bits: int, zero: int) -> float:
@@ -55,12 +54,12 @@ def fused(acc: float, a: list[float], b: list[float], dtype: str, fraction_bits:
         return math.inf if math.inf in terms else -math.inf
     terms, exponents = [], []
     for x, y in zip(a, b, strict=True):
-        terms.append(Fraction(x) * Fraction(y))
+        terms.append(exact(x) * exact(y) >> UNIT)
         exponents.append(zero if x == 0 or y == 0 else exponent(x, dtype) + exponent(y, dtype))
-    terms.append(Fraction(acc))
+    terms.append(exact(acc))
     exponents.append(zero if acc == 0 else exponent(acc, "f32"))
-    unit = Fraction(2) ** (max(exponents) - fraction_bits)
-    total = sum((math.trunc(t / unit) for t in terms), 0) * unit
+    lost = max(exponents) - fraction_bits + UNIT
+    total = sum((abs(t) >> lost) * (1 if t > 0 else -1) for t in terms) << lost
     return round_to(total, "f32", toward_zero=True) or 0.0  # a zero is +0
 
 
@@ -69,13 +68,13 @@ def fma(a: float, b: float, c: float) -> float:
     if not all(map(math.isfinite, (a, b, c))):
         product = math.nan if math.isnan(a) or math.isnan(b) else a * b
         return product + c
-    exact = Fraction(a) * Fraction(b) + Fraction(c)
-    if exact == 0:
+    product = exact(a) * exact(b) >> UNIT
+    if product + exact(c) == 0:
         # An exact zero is -0 only if both addends are negative zeros, or underflow exactly to them.
         negative = math.copysign(1, a) * math.copysign(1, b) < 0
-        both_zero = Fraction(a) * Fraction(b) == 0 and c == 0
+        both_zero = product == 0 and c == 0
         return -0.0 if both_zero and negative and math.copysign(1, c) < 0 else 0.0
-    return round_to(exact, "f32")
+    return round_to(product + exact(c), "f32")
 
 
 def chain(
@@ -116,7 +115,7 @@ def add(x: float, y: float) -> float:
     if not (math.isfinite(x) and math.isfinite(y)):
         return x + y
     negative_zeros = x == y == 0 and math.copysign(1, x) + math.copysign(1, y) == -2
-    return round_to(Fraction(x) + Fraction(y), "f32", negative_zero=negative_zeros)
+    return round_to(exact(x) + exact(y), "f32", negative_zero=negative_zeros)
 
 
 def finish(acc: float, out: str, bias: float | None = None) -> int:
@@ -126,7 +125,7 @@ def finish(acc: float, out: str, bias: float | None = None) -> int:
     if math.isnan(acc):
         return 0x7FFFFFFF if out == "f32" else 0x7FFF
     if math.isfinite(acc):
-        acc = round_to(Fraction(acc), out, negative_zero=acc == 0 and math.copysign(1, acc) < 0)
+        acc = round_to(exact(acc), out, negative_zero=acc == 0 and math.copysign(1, acc) < 0)
     if out == "f16":
         return int(struct.unpack("<H", struct.pack("<e", acc))[0])
     f32 = int(struct.unpack("<I", struct.pack("<f", acc))[0])

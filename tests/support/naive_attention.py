@@ -13,7 +13,19 @@ from fractions import Fraction
 from typing import Any
 
 from tests.support import ROOT
-from tests.support.naive import INF, LN2, LOG2E, bits32, chain, f32, fma32, from_bits32, log32, round_to
+from tests.support.naive import (
+    INF,
+    LN2,
+    LOG2E,
+    bits32,
+    chain,
+    exact,
+    f32,
+    fma32,
+    from_bits32,
+    log32,
+    round_to,
+)
 from tests.support.naive_rows import row_sum
 
 Row = list[float]
@@ -96,7 +108,7 @@ class Naive:
     def round16(self, x: float, *, result: bool = False) -> float:
         if (self.contract == "FMA" and not result) or not math.isfinite(x):
             return float(x)
-        return round_to(Fraction(float(x)), self.dtype, negative_zero=math.copysign(1, x) < 0)
+        return round_to(exact(float(x)), self.dtype, negative_zero=math.copysign(1, x) < 0)
 
     def chain(self, a: Row, b: Row, acc: float = 0.0) -> float:
         return chain([list(zip(a, b, strict=True))], self.contract, self.dtype, acc=float(acc))

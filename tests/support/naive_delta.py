@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from fractions import Fraction
 
-from tests.support.naive import LOG2E, chain, f32, fma32, round_to
+from tests.support.naive import LOG2E, chain, exact, f32, fma32, round_to
 from tests.support.naive_attention import EXP2, exp2
 
 Row = list[float]
@@ -87,7 +86,7 @@ class Naive:
         self.final = matrix
 
     def rounded(self, x: float) -> float:
-        return round_to(Fraction(x), self.dtype)
+        return round_to(exact(x), self.dtype)
 
     def product(self, a: Row, b: Row, start: float = 0.0) -> float:
         terms = [(self.rounded(x), self.rounded(y)) for x, y in zip(a, b, strict=True)]

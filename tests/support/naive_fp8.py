@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from tests.support.naive import LN2, LN2_LOW, LOG2E, E, f32, finish, fma, fma32, round_to
+from tests.support.naive import LN2, LN2_LOW, LOG2E, UNIT, E, exact, f32, finish, fma, fma32, round_to
 
 # exponent bits, fraction bits, bias of the exponent, largest value
 FORMATS = {"e4m3": (4, 3, 7, 448.0), "e5m2": (5, 2, 15, 57344.0)}
@@ -61,11 +61,11 @@ def fused(acc: float, a: list[float], b: list[float], left: str, right: str) -> 
         for x, y in zip(a, b, strict=True)
     ]
     exponents.append(zero if acc == 0 else exponent(acc, "f32"))
-    unit = Fraction(2) ** (max(exponents) - fraction_bits)
-    count = sum(math.trunc(Fraction(t) / unit) for t in terms)
+    shift = max(exponents) - fraction_bits + UNIT
+    count = sum((exact(abs(t)) >> shift) * (1 if t > 0 else -1) for t in terms)
     lost = max(0, abs(count).bit_length() - significant)
     count = (abs(count) >> lost << lost) * (1 if count > 0 else -1)
-    return round_to(count * unit, "f32", toward_zero=True) or 0.0
+    return round_to(count << shift, "f32", toward_zero=True) or 0.0
 
 
 def chain(a: list[float], b: list[float], left: str, right: str, acc: float = 0.0) -> float:
@@ -78,9 +78,8 @@ def product(x: float, y: float) -> float:
     """The product of two f32 values by RNE."""
     if not (math.isfinite(x) and math.isfinite(y)):
         return x * y
-    return round_to(
-        Fraction(x) * Fraction(y), "f32", negative_zero=math.copysign(1, x) * math.copysign(1, y) < 0
-    )
+    negative = math.copysign(1, x) * math.copysign(1, y) < 0
+    return round_to(exact(x) * exact(y) >> UNIT, "f32", negative_zero=negative)
 
 
 def element(
@@ -105,8 +104,9 @@ def quantized(block: list[float], form: str) -> tuple[list[int], float]:
     if not all(map(math.isfinite, block)):
         return [0x7F] * len(block), math.nan
     largest = max(map(abs, block))
-    scale = max(round_to(Fraction(largest) / Fraction(FORMATS[form][3]), "f32"), 2.0**-126)
-    reciprocal = round_to(1 / Fraction(scale), "f32")
+    # Quotients are cut at 2**-298. None is so near to the middle of two f32 values that this would matter.
+    scale = max(round_to(int(Fraction(largest) / Fraction(FORMATS[form][3]) * 2**UNIT), "f32"), 2.0**-126)
+    reciprocal = round_to(int(2**UNIT / Fraction(scale)), "f32")
     return [encoded(product(x, reciprocal), form) for x in block], scale
 
 
@@ -133,7 +133,7 @@ def one_and_exp_minus(a: float) -> np.float32:
 
 def rounded(x: float, dtype: str) -> float:
     """`x` in a dtype, by RNE."""
-    return round_to(Fraction(x), dtype, negative_zero=math.copysign(1, x) < 0) if math.isfinite(x) else x
+    return round_to(exact(x), dtype, negative_zero=math.copysign(1, x) < 0) if math.isfinite(x) else x
 
 
 def silu_mul(a: float, b: float, dtype: str) -> float:
