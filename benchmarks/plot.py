@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks import record, steps, vllm
+from benchmarks import engines, record, steps
 from benchmarks.record import GPUS, ROOT, load, measured, tiny
 from benchmarks.rows import TOKENS, WIDTHS
 from samebits.tools.bench.attention_report import speed
@@ -76,10 +76,10 @@ def _kl(axes: Axes, data: dict[str, Any]) -> None:
 
 
 def _engines(axes: Axes, data: dict[str, Any]) -> None:
-    works = [work for work in vllm.WORKS if work.startswith("decode")]
-    stock = [vllm.speed(data["engines"]["stock"], work) for work in works]
+    works = [work for work in engines.WORKS if work.startswith("decode")]
+    stock = [engines.speed(data["engines"]["stock"], work) for work in works]
     for name, colour, shift in (("stock", THEIRS, -0.2), ("samebits", OURS, 0.2)):
-        speeds = [vllm.speed(data["engines"][name], work) for work in works]
+        speeds = [engines.speed(data["engines"][name], work) for work in works]
         heights = [speed / of for speed, of in zip(speeds, stock, strict=True)]
         bars = axes.bar([i + shift for i in range(len(works))], heights, 0.4, color=colour)
         axes.bar_label(bars, [f"{s:,.0f}" for s in speeds], fontsize=8)
@@ -394,19 +394,19 @@ def gpu_models(data: dict[str, Any]) -> Figure:
 def gpu_vllm(data: dict[str, Any]) -> Figure:
     """Each engine's tokens per second beside stock vLLM's, with its own."""
     figure, axes = plt.subplots(figsize=(8.4, 3.6), layout="constrained")
-    engines = data["engines"]
+    found = data["engines"]
     names = {"stock": "stock", "invariant": "VLLM_BATCH_INVARIANT=1", "samebits": "samebits"}
     colours = {"stock": THEIRS, "invariant": ORACLE, "samebits": OURS}
     for place, (name, colour) in enumerate(colours.items()):
-        if name not in engines:
+        if name not in found:
             continue
-        speeds = [vllm.speed(engines[name], work) for work in vllm.WORKS]
-        stock = [vllm.speed(engines["stock"], work) for work in vllm.WORKS]
+        speeds = [engines.speed(found[name], work) for work in engines.WORKS]
+        stock = [engines.speed(found["stock"], work) for work in engines.WORKS]
         at = [i + (place - 1) * 0.27 for i in range(len(speeds))]
         heights = [s / of for s, of in zip(speeds, stock, strict=True)]
         bars = axes.bar(at, heights, 0.27, color=colour, label=names[name])
         axes.bar_label(bars, [f"{s:,.0f}" for s in speeds], fontsize=8)
-    axes.set_xticks(range(len(vllm.WORKS)), vllm.WORKS)
+    axes.set_xticks(range(len(engines.WORKS)), engines.WORKS)
     axes.set_ylabel("speed, stock = 1")
     axes.set_title(f"vLLM, {data['model']}, {data['environment']['gpu']}: tokens/s", fontsize=11, loc="left")
     axes.margins(y=0.12)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import peers, steps, vllm
+from benchmarks import engines, peers, steps
 from benchmarks.record import load, measured
 from benchmarks.scaled import beside
 from samebits.tools.bench.attention_report import attention_summary
@@ -63,10 +63,12 @@ def rows(gpu: str) -> list[list[str]]:
         others = f"{', '.join(names)} (samebits {beside['samebits']:.2f})" if names else ""
         found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", others])
 
-    if engines := measured("vllm.json"):
-        where = gpu if gpu in engines else engines[0]
+    if gpus := measured("vllm.json"):
+        where = gpu if gpu in gpus else gpus[0]
         data = load(f"{where}/vllm.json")
-        speeds = {name: [vllm.speed(of, work) for work in vllm.WORKS] for name, of in data["engines"].items()}
+        speeds = {
+            name: [engines.speed(of, work) for work in engines.WORKS] for name, of in data["engines"].items()
+        }
         beside_stock = {
             name: [s / t for s, t in zip(speeds["stock"], of, strict=True)] for name, of in speeds.items()
         }

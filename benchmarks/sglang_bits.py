@@ -2,25 +2,20 @@
 
 python -m benchmarks sglang_bits [--tokens 34000] [--models llama,qwen3,gemma2] [--commit COMMIT] [--out FILE]
 
-It writes benchmarks/results/<gpu>/sglang_bits.json. Models, prompts and the comparison are those of
-``vllm_bits``. Prefill is in chunks, and prefixes are in the radix cache. The cache is too small for all rows:
-SGLang retracts some and computes them again. Models run one after the other.
+It writes benchmarks/results/<gpu>/sglang_bits.json, by ``benchmarks/engines_bits.py``. SGLang retracts rows
+that its cache has no place for. Models run one after the other.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks.record import arguments, environment, save
-from benchmarks.vllm_bits import ANSWER, CACHED, LONGEST, MODELS, ROWS, compare, requests, show
+from benchmarks import engines_bits
+from benchmarks.engines_bits import ANSWER, CACHED, LONGEST, ROWS, requests
+from benchmarks.record import arguments
 
 
 def serve(folder: str, tokens: int) -> dict[str, Any]:
@@ -61,25 +56,4 @@ def serve(folder: str, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--tokens", type=int, default=34_000, help="sampled by each model")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve:
-        folder, tokens, out = options.serve
-        Path(out).write_text(json.dumps(serve(folder, int(tokens))))
-        sys.stdout.flush()
-        os._exit(0)  # the engine's threads may be waiting
-    data: dict[str, Any] = {"environment": environment(options.commit), "cases": []}
-    for kind in options.models.split(","):
-        data["cases"].append(compare(kind, options.tokens, "benchmarks.sglang_bits"))
-        print(data["cases"][-1], flush=True)
-        save(options.out, "sglang_bits.json", data)
-    Console(width=130).print(show(data))
-    if any(case["differing"] for case in data["cases"]):
-        raise SystemExit("bits differ")
-
-
-if __name__ == "__main__":
-    main()
+    engines_bits.run("sglang_bits", arguments(__doc__), serve, beside=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import peers, price, ranks, record, steps, vllm
+from benchmarks import engines, peers, price, ranks, record, steps
 from benchmarks.host import ratios
 from benchmarks.record import load, measured, slug
 from benchmarks.tables.text import made_with, measured_at, measured_on_gpu, table
@@ -24,7 +24,8 @@ def overview() -> str:
             " samebits."
         )
     for of in (data[name] for name in ("vllm", "vllm_1.7b") if name in data):
-        speeds = [[vllm.speed(of["engines"][who], w) for w in vllm.WORKS] for who in ("samebits", "stock")]
+        works = engines.WORKS
+        speeds = [[engines.speed(of["engines"][who], w) for w in works] for who in ("samebits", "stock")]
         beside = [ours / stock for ours, stock in zip(*speeds, strict=True)]
         costs.append(
             f"a rollout of {of['model']} has {min(beside):.2f} to {max(beside):.2f} of vLLM's tokens/s"
@@ -247,24 +248,24 @@ def the_price(gpu: str) -> str:
 def gpu_vllm(data: dict[str, Any]) -> str:
     """Tokens per second of vLLM, stock and with the plug-in."""
     names = {"stock": "stock", "invariant": "`VLLM_BATCH_INVARIANT=1`", "samebits": "samebits"}
-    engines = {name: data["engines"][name] for name in names if name in data["engines"]}
+    found = {name: data["engines"][name] for name in names if name in data["engines"]}
     rows = []
-    for work in vllm.WORKS:
-        speeds = [vllm.speed(of, work) for of in engines.values()]
+    for work in engines.WORKS:
+        speeds = [engines.speed(of, work) for of in found.values()]
         rows.append([work, *(f"{s:,.0f}" for s in speeds), *(f"{s / speeds[0]:.2f}" for s in speeds[1:])])
     for what, key in (
         ("milliseconds to the first token of 2,048", "first_token_ms"),
         ("tokens that the cache holds", "tokens_cached"),
     ):
-        values = [vllm.middle(of[key]) for of in engines.values()]
+        values = [engines.middle(of[key]) for of in found.values()]
         rows.append([what, *(f"{v:,.0f}" for v in values), *(f"{v / values[0]:.2f}" for v in values[1:])])
-    head = [names[name] for name in engines]
+    head = [names[name] for name in found]
     return "\n\n".join(
         (
             table(["tokens per second", *head, *(f"{name} / stock" for name in head[1:])], rows),
             f"{data['model']}'s shape, random weights, bf16, with the log-prob of each sampled token. Prompts"
-            f" of {vllm.PROMPT} tokens where tokens are decoded. Medians of {vllm.ROUNDS} rounds. Each engine"
-            " has a process of its own.",
+            f" of {engines.PROMPT} tokens where tokens are decoded. Medians of {engines.ROUNDS} rounds. Each"
+            " engine has a process of its own.",
             measured_on_gpu(data),
         )
     )

@@ -26,6 +26,7 @@ from benchmarks import (
     attention_invariance,
     counters,
     cubins,
+    engines,
     grouped,
     held_out,
     logp,
@@ -38,6 +39,7 @@ from benchmarks import (
     steps,
     support,
     tune,
+    vllm,
 )
 from benchmarks.record import GPUS, commits, environment, load, measured, tiny
 from benchmarks.tables.models import (
@@ -463,6 +465,29 @@ def test_what_a_gpu_will_need_is_known_without_one(monkeypatch: pytest.MonkeyPat
 def test_the_list_of_cubins_has_every_source() -> None:
     sources = {path.name for path in compiler.KERNELS.glob("*.cu")}
     assert {spec.source for spec, _ in cubins.kernels()} == sources
+
+
+def test_engines_share_works_and_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(engines, "VOCABULARY", 7)
+    found = engines.rates(lambda prompts, sampled: asked.append((len(prompts), len(prompts[0]), sampled)))
+    works = [(rows, engines.PROMPT, sampled) for rows, sampled in engines.DECODED]
+    works += [(*engines.PREFILLED, 1), (1, 2048, 1)]
+    assert asked == [work for work in works for _ in range(1 + (5 if work == works[-1] else engines.ROUNDS))]
+    assert found["tokens_per_second"].keys() == {*engines.WORKS}
+
+    def ask(*arguments: str, **variables: str) -> Any:
+        assert arguments[:2] == ("vllm", "--engines")
+        assert ("VLLM_BATCH_INVARIANT" in variables) == (arguments[-1] == "invariant")
+        return found | {"start_seconds": 1.0, "tokens_cached": 9}
+
+    out = tmp_path / "vllm.json"
+    monkeypatch.setattr(engines, "ask", ask)
+    monkeypatch.setattr("sys.argv", ["vllm", "--engines", "stock,invariant", "--out", str(out)])
+    vllm.main()
+    data = json.loads(out.read_text())
+    assert [*data["engines"]] == ["stock", "invariant"]
+    assert data["model"] == "Qwen3 8b"
 
 
 def test_held_out_shapes() -> None:
