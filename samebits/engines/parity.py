@@ -39,12 +39,16 @@ class Sample:
 class Parity:
     """What a comparison found. Its ``str`` is a summary.
 
+    With the importance ratio ``r`` of a token, its probability by the trainer over that by the engine:
+
     Attributes:
         tokens: that were compared, sampled ones and those of prompts.
         differing: how many of them have log-probs with other bits.
-        largest: difference of two log-probs.
-        ratio: the importance ratio, trainer's probability over engine's, that is farthest from 1.
+        largest: the largest ``abs(log r)``.
+        ratio: the ``r`` that is farthest from 1.
         first: sequence and token of the first difference, or None.
+        k1: the mean of ``-log r`` over sampled tokens, which estimates KL(engine, trainer).
+        k3: the mean of ``r - 1 - log r``, which estimates the same with less variance, and is never negative.
     """
 
     tokens: int
@@ -52,6 +56,13 @@ class Parity:
     largest: float
     ratio: float
     first: tuple[int, int] | None
+    k1: float = 0.0
+    k3: float = 0.0
+
+    @property
+    def equal(self) -> float:
+        """The share of tokens whose log-probs have equal bits. Of no tokens it is 1."""
+        return 1 - self.differing / max(self.tokens, 1)
 
     def __bool__(self) -> bool:
         return self.tokens > 0 and self.differing == 0
@@ -63,7 +74,10 @@ class Parity:
         if self.first is None:
             return f"{said}: every importance ratio is 1"
         at = f"first at token {self.first[1]} of sequence {self.first[0]}"
-        return f"{said}, by up to {self.largest:.3g}; importance ratios up to {self.ratio:.9g}; {at}"
+        return (
+            f"{said} ({self.equal:.2%} have equal bits), by up to {self.largest:.3g};"
+            f" importance ratios up to {self.ratio:.9g}; KL {self.k1:.3g} (k1), {self.k3:.3g} (k3); {at}"
+        )
 
 
 @torch.no_grad()
@@ -87,38 +101,54 @@ def replay(model: nn.Module, sequences: Sequence[Sequence[int]], **distribution:
 
 def compare(samples: Sequence[Sample], replayed: Sequence[Tensor]) -> Parity:
     """Compare the bits of the log-probs of samples with those of :func:`replay` of ``prompt + tokens``."""
-    tokens = differing = 0
-    largest, ratio, first = 0.0, 1.0, None
+    first, sampled, logs = None, [], []
+    differing = 0
     for i, (sample, trainer) in enumerate(zip(samples, replayed, strict=True)):
         start = len(sample.prompt) - 1
-        pairs = [(start, sample.logprobs)]
+        pairs = [(start, sample.logprobs, True)]
         if sample.prompt_logprobs:
-            pairs.insert(0, (0, sample.prompt_logprobs))
-        for at, engine in pairs:
+            pairs.insert(0, (0, sample.prompt_logprobs, False))
+        for at, engine, its_own in pairs:
             mine = torch.tensor([*engine], dtype=torch.float32)
-            theirs = trainer[at : at + len(mine)]
-            other = bits(mine) != bits(theirs)
-            tokens, differing = tokens + len(mine), differing + int(other.sum())
-            if other.any():
-                apart = (theirs.double() - mine.double())[other]
-                apart = apart.nan_to_num(nan=math.inf)
-                largest = max(largest, float(apart.abs().max()))
-                worst = apart[apart.abs().argmax()].exp()
-                ratio = max(ratio, float(worst), key=lambda r: abs(math.log(r)) if r > 0 else math.inf)
-                first = first or (i, at + 1 + int(other.nonzero()[0]))
-    return Parity(tokens, differing, largest, ratio, first)
+            log, other = _log_ratios(trainer[at : at + len(mine)], mine)
+            logs.append(log)
+            sampled.append(torch.full(log.shape, its_own))
+            differing += int(other.sum())
+            if first is None and other.any():
+                first = i, at + 1 + int(other.nonzero()[0])
+    log = torch.cat(logs) if logs else torch.empty(0, dtype=torch.float64)
+    if len(log) == 0:
+        return Parity(0, 0, 0.0, 1.0, None)
+    farthest = log[log.abs().argmax()]
+    k1, k3 = _kl(log[torch.cat(sampled)])
+    return Parity(len(log), differing, float(farthest.abs()), float(farthest.exp()), first, k1, k3)
+
+
+def _log_ratios(trainer: Tensor, engine: Tensor) -> tuple[Tensor, Tensor]:
+    """``log r`` in float64, and where bits differ. It is 0 where they do not, and inf where a log-prob is NaN."""
+    other = bits(trainer) != bits(engine)
+    log = torch.where(other, trainer.double() - engine.double(), 0.0)
+    return log.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), other
+
+
+def _kl(log: Tensor) -> tuple[float, float]:
+    """The estimates k1 and k3 of KL(engine, trainer), of tokens that the engine sampled."""
+    if log.numel() == 0:
+        return 0.0, 0.0
+    return 0.0 - float(log.mean()), float((log.expm1() - log).mean())
 
 
 def ratios(trainer: Tensor, engine: Tensor, mask: Tensor | None = None) -> dict[str, float]:
-    """Importance ratios of a training step, for its log.
+    """Importance ratios ``r`` of a training step, for its log.
 
     Args:
         trainer, engine: log-probs of the sampled tokens, of one shape.
         mask: which of them count; all by default. Of none, ratios are 1.
 
     Returns:
-        ``tokens``, ``differing`` (in their bits), ``ratio_min``, ``ratio_max``, ``ratio_mean``, and ``kl``,
-        the mean of ``r - 1 - log r``.
+        ``tokens``, ``differing`` (in their bits), ``equal`` (the share that does not), ``ratio_min``,
+        ``ratio_max``, ``ratio_mean``, ``log_ratio_max``, the largest ``abs(log r)``, and two estimates of
+        KL(engine, trainer), as in :class:`Parity`: ``k1`` and ``k3``.
     """
     trainer, engine = trainer.detach().to(torch.float32), engine.detach().to(trainer.device, torch.float32)
     if trainer.shape != engine.shape:
@@ -127,24 +157,21 @@ def ratios(trainer: Tensor, engine: Tensor, mask: Tensor | None = None) -> dict[
         )
     if mask is not None:
         trainer, engine = trainer[mask.bool()], engine[mask.bool()]
-    if trainer.numel() == 0:
-        return {
-            "tokens": 0.0,
-            "differing": 0.0,
-            "ratio_min": 1.0,
-            "ratio_max": 1.0,
-            "ratio_mean": 1.0,
-            "kl": 0.0,
-        }
-    log = trainer.double() - engine.double()
+    log, other = _log_ratios(trainer, engine)
+    if log.numel() == 0:
+        log, other = log.new_zeros(1), other.new_zeros(1)
     r = log.exp()
+    k1, k3 = _kl(log)
     return {
-        "tokens": float(r.numel()),
-        "differing": float((bits(trainer) != bits(engine)).sum()),
+        "tokens": float(trainer.numel()),
+        "differing": float(other.sum()),
+        "equal": 1 - float(other.double().mean()),
         "ratio_min": float(r.min()),
         "ratio_max": float(r.max()),
         "ratio_mean": float(r.mean()),
-        "kl": float((r - 1 - log).mean()),
+        "log_ratio_max": float(log.abs().max()),
+        "k1": k1,
+        "k3": k3,
     }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 import samebits
 from samebits.engines import logprobs
-from samebits.engines.parity import compare, ratios
+from samebits.engines.parity import Sample, compare, ratios
 from samebits.testing import assert_same_bits
 
 
@@ -70,7 +72,49 @@ def test_processed_log_probs_have_gradients() -> None:
 def test_ratios_of_no_tokens() -> None:
     nothing = torch.zeros(2, 3)
     found = ratios(nothing, nothing, torch.zeros(2, 3))
-    assert found == {"tokens": 0, "differing": 0, "ratio_min": 1, "ratio_max": 1, "ratio_mean": 1, "kl": 0}
+    ones = dict.fromkeys(("ratio_min", "ratio_max", "ratio_mean", "equal"), 1)
+    assert found == {"tokens": 0, "differing": 0, "log_ratio_max": 0, "k1": 0, "k3": 0, **ones}
+
+
+def test_ratios_of_a_step() -> None:
+    engine = torch.tensor([[-1.0, -2.0, -torch.inf, 7.0], [-0.5, -3.0, -1.0, 7.0]])
+    trainer = engine + torch.tensor([[0.5, 0, 0, 9], [0, -0.25, 0, 9]])
+    mask = torch.tensor([[1, 1, 1, 0]]).expand(2, 4)
+    log = torch.tensor([0.5, 0, 0, 0, -0.25, 0], dtype=torch.float64)
+    r = log.exp()
+    found = ratios(trainer, engine, mask)
+    expected = {
+        "tokens": 6,
+        "differing": 2,
+        "equal": 4 / 6,
+        "ratio_min": r.min().item(),
+        "ratio_max": r.max().item(),
+        "ratio_mean": r.mean().item(),
+        "log_ratio_max": 0.5,
+        "k1": -0.25 / 6,
+        "k3": (r - 1 - log).mean().item(),
+    }
+    assert found == pytest.approx(expected)
+    assert ratios(torch.full((1,), torch.nan), engine[0, :1])["log_ratio_max"] == torch.inf
+
+
+def test_a_comparison_tells_how_far_it_is() -> None:
+    """KL is of sampled tokens; the rest, of prompts too."""
+    samples = [Sample([1, 2, 3], [4, 5], [-1.0, -2.0], [-3.0, -4.0]), Sample([1], [2], [-1.0])]
+    same = [torch.tensor([-3.0, -4.0, -1.0, -2.0]), torch.tensor([-1.0])]
+    parity = compare(samples, same)
+    assert parity
+    assert (parity.tokens, parity.equal, parity.largest, parity.k1, parity.k3) == (5, 1, 0, 0, 0)
+    assert str(parity) == "0 of 5 tokens differ: every importance ratio is 1"
+    other = [torch.tensor([-3.0, -4.5, -1.0, -1.75]), same[1]]
+    parity = compare(samples, other)
+    assert not parity
+    assert (parity.differing, parity.equal, parity.largest, parity.first) == (2, 0.6, 0.5, (0, 2))
+    assert parity.ratio == pytest.approx(math.exp(-0.5))
+    assert parity.k1 == pytest.approx(-0.25 / 3)
+    assert parity.k3 == pytest.approx((math.exp(0.25) - 1 - 0.25) / 3)
+    assert "(60.00% have equal bits), by up to 0.5; importance ratios up to 0.60653" in str(parity)
+    assert "KL -0.0833 (k1), 0.0113 (k3); first at token 2 of sequence 0" in str(parity)
 
 
 def test_nothing_compared_proves_nothing() -> None:
