@@ -17,7 +17,7 @@ from samebits.contract import Contract
 from samebits.ops._checks import SUPPORTED, check_contract, check_operands, check_segments, shape
 from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, refuse_vmap
 from samebits.ops._operator import without_modes
-from samebits.ops._products import addbmm, addbmm_later, product
+from samebits.ops._products import addbmm, addbmm_later, as_operand, product
 from samebits.ops._sequences import sequences
 from samebits.ops.fp8_linear import fp8_linear
 from samebits.ops.fp8_linear import product as fp8_product
@@ -55,12 +55,15 @@ class Linear(nn.Linear):
             of 128 x 128, all in e4m3 (:func:`samebits.quantize`). Gradients of weight and bias stay those of
             :func:`samebits.linear`. Outputs still depend on no other row, and gradients not on packing,
             padding or micro-batches.
+        out_dtype: as in :func:`samebits.linear`: ``torch.float32`` for a head whose logits are not rounded to
+            16 bits, while its weight is. Not beside ``fp8``.
     """
 
     if TYPE_CHECKING:
         fp8: Literal["block"] | None
+        out_dtype: torch.dtype | None
     else:  # TorchScript reads a class's annotations, and knows no literals
-        fp8 = None
+        fp8 = out_dtype = None
 
     def __init__(
         self,
@@ -72,15 +75,21 @@ class Linear(nn.Linear):
         *,
         contract: Contract | None = None,
         fp8: Literal["block"] | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         check_contract("nn.Linear", contract)
-        _check_fp8("nn.Linear", fp8)
+        _check_form("nn.Linear", fp8, out_dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.contract, self.fp8 = contract, fp8
+        self.contract, self.fp8, self.out_dtype = contract, fp8, out_dtype
 
     @classmethod
     def from_torch(
-        cls, layer: nn.Linear, *, contract: Contract | None = None, fp8: Literal["block"] | None = None
+        cls,
+        layer: nn.Linear,
+        *,
+        contract: Contract | None = None,
+        fp8: Literal["block"] | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Linear:
         """A new layer that shares the parameters of `layer`, in the same mode (training or eval).
 
@@ -93,7 +102,7 @@ class Linear(nn.Linear):
         if reason is not None:
             raise TypeError(f"samebits.nn.Linear.from_torch: layer: {type(layer).__name__}: {reason}")
         size, dtype = (layer.in_features, layer.out_features), layer.weight.dtype
-        new = cls(*size, False, "meta", dtype, contract=contract, fp8=fp8)
+        new = cls(*size, False, "meta", dtype, contract=contract, fp8=fp8, out_dtype=out_dtype)
         new.weight, new.bias = layer.weight, layer.bias
         return new.train(layer.training)
 
@@ -108,16 +117,25 @@ class Linear(nn.Linear):
             return _traced(self, input, cu_seqlens)
         if torch.is_grad_enabled() and any(_main_grad(p) is not None for p in (self.weight, self.bias)):
             return _run_with_main_grads(self, input, cu_seqlens)
-        run = linear if self.fp8 is None else fp8_linear
-        return run(input, self.weight, self.bias, cu_seqlens=cu_seqlens, contract=self.contract)
+        return _product(self, input, self.weight, self.bias, cu_seqlens)
 
     def extra_repr(self) -> str:
-        more = (f", contract={self.contract}" if self.contract else "") + (", fp8=block" if self.fp8 else "")
-        return super().extra_repr() + more
+        said = {"contract": self.contract, "fp8": self.fp8, "out_dtype": self.out_dtype}
+        more = (f", {name}={value}" for name, value in said.items() if value is not None)
+        return super().extra_repr() + "".join(more)
 
 
 # TorchScript reads types, not their names.
 Linear._run.__annotations__ = {"input": Tensor, "cu_seqlens": Tensor | None, "return": Tensor}
+
+
+def _product(
+    layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    contract, dtype = layer.contract, layer.out_dtype
+    if layer.fp8 is not None:
+        return fp8_linear(x, weight, bias, cu_seqlens=cu_seqlens, contract=contract)
+    return linear(x, weight, bias, cu_seqlens=cu_seqlens, out_dtype=dtype, contract=contract)
 
 
 def _traced(layer: Linear, x: torch.fx.Proxy, cu_seqlens: Any) -> Any:
@@ -127,9 +145,15 @@ def _traced(layer: Linear, x: torch.fx.Proxy, cu_seqlens: Any) -> Any:
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, {})
 
 
-def _check_fp8(op: str, fp8: str | None) -> None:
+def _check_form(op: str, fp8: str | None, out_dtype: torch.dtype | None) -> None:
     if fp8 not in (None, "block"):
         raise ValueError(f'samebits.{op}: fp8: expected "block" or None, got {fp8!r}')
+    if out_dtype is None:
+        return
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"samebits.{op}: out_dtype: expected a torch.dtype or None, got {out_dtype!r}")
+    if fp8 is not None:
+        raise ValueError(f"samebits.{op}: out_dtype: expected None beside fp8, got {out_dtype}")
 
 
 _HOOKS = (
@@ -206,15 +230,15 @@ class _MainGradLinear(torch.autograd.Function):
         ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None, cu_seqlens)
         ctx.parameters = layer.weight, layer.bias
         ctx.shape, ctx.dtype, ctx.contract, ctx.fp8 = x.shape, x.dtype, key, layer.fp8
-        run = linear if layer.fp8 is None else fp8_linear
         with torch.autocast(x.device.type, enabled=False):  # operands are cast already
-            return run(x, weight, bias, cu_seqlens=cu_seqlens, contract=layer.contract)
+            return _product(layer, x, weight, bias, cu_seqlens)
 
     @staticmethod
     @without_modes
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, cu_seqlens = saved
+        grad = as_operand(grad, ctx.dtype, ctx.contract)
         _check_main_grads(*ctx.parameters, grad=grad, **({} if x is None else {"x": x}))
         grads: list[Tensor | None] = [None, None, None, None, None, None]
         if ctx.needs_input_grad[0]:
@@ -289,6 +313,7 @@ def convert(
     filter: Callable[[str, nn.Module], bool] | None = None,
     contract: Contract | None = None,
     fp8: Literal["block"] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Conversion:
     """Make every plain ``torch.nn.Linear`` of a model a :class:`samebits.nn.Linear`, in place.
 
@@ -303,15 +328,18 @@ def convert(
         filter: a function of a layer's name and the layer. Layers for which it is false are left.
         contract: the contract of the converted layers, as in :func:`samebits.linear`.
         fp8: ``"block"`` lets the converted layers compute in FP8, as in :class:`samebits.nn.Linear`.
+        out_dtype: of the converted layers, as in :class:`samebits.nn.Linear`. A head with float32 logits:
+            ``convert(model, filter=lambda name, _: name == "lm_head", out_dtype=torch.float32)``.
 
     Raises:
-        TypeError: ``module`` is not a module, ``filter`` not a function, or ``contract`` not a contract.
-        ValueError: ``fp8`` is neither ``"block"`` nor None.
+        TypeError: ``module`` is not a module, ``filter`` not a function, ``contract`` not a contract, or
+            ``out_dtype`` not a dtype.
+        ValueError: ``fp8`` is neither ``"block"`` nor None, or stands beside ``out_dtype``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"samebits.convert: module: expected a Module, got {type(module).__name__}")
     check_contract("convert", contract)
-    _check_fp8("convert", fp8)
+    _check_form("convert", fp8, out_dtype)
     if filter is not None and not callable(filter):
         raise TypeError(f"samebits.convert: filter: expected a function, got {type(filter).__name__}")
     bypassed = _bypassed(module)
@@ -332,7 +360,7 @@ def convert(
             unconverted.append(Unconverted(name, type(part).__name__, reason))
     for part in converted.values():  # after `filter` has seen all layers, because it may raise
         part.__class__ = Linear
-        vars(part).update(contract=contract, fp8=fp8)
+        vars(part).update(contract=contract, fp8=fp8, out_dtype=out_dtype)
     return Conversion(tuple(converted), tuple(already), tuple(unconverted))
 
 

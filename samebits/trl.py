@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from samebits.engines.logprobs import of_hidden
@@ -42,7 +43,8 @@ def batch_invariant(trainer: Any, on_uncovered: OnUncovered = "error") -> Iterat
       none, so that ``transformers`` would count the padding before a prompt.
     * **The head.** TRL sums exponentials over parts of the vocabulary, on a GPU in a Triton kernel. Here a
       log-prob is that of ``log_softmax(z, -1)`` with ``z = logits.float() / temperature``. The logits are
-      rounded to the dtype of the hidden states, scaled and capped, as by the model's own head. So are their
+      rounded to the dtype of the hidden states, scaled and capped, as by the model's own head. (A head with
+      an ``out_dtype``, by :func:`samebits.convert`, has logits of that dtype.) So are their
       gradients. At most about 2**27 logits exist at a time: those of more tokens are computed in pieces, and
       again in the backward.
 
@@ -72,9 +74,9 @@ def batch_invariant(trainer: Any, on_uncovered: OnUncovered = "error") -> Iterat
         for model in (trainer.model, getattr(trainer, "ref_model", None))
         if model is not None
     ]
-    _check(trainer, models[0])
+    head = _check(trainer, models)
     hooks = [m.base_model.register_forward_pre_hook(_count_positions, with_kwargs=True) for m in models]
-    setattr(utils, _HEAD, _Head(getattr(models[0].config, "logits_scaling", None)))
+    setattr(utils, _HEAD, _Head(getattr(models[0].config, "logits_scaling", None), head))
     try:
         with mode(on_uncovered):
             yield
@@ -100,14 +102,19 @@ _NEEDED_BY_VLLM: Sequence[tuple[str, tuple[Any, ...], str]] = (
         )
     ),
     ("repetition_penalty", (1.0,), "vLLM's log-probs have it, and those of TRL's loss do not"),
-    ("cast_lm_head_to_fp32", (False,), "vLLM's logits are rounded to the dtype of the model"),
+    (
+        *("cast_lm_head_to_fp32", (False,)),
+        "vLLM's head keeps its weight in 16 bits. For float32 logits of such weights convert the head, by"
+        " samebits.convert(model, filter=lambda name, _: name == 'lm_head', out_dtype=torch.float32)",
+    ),
 )
 _HARMLESS = {"seed", "stop", "stop_token_ids", "ignore_eos"}  # arguments that move no log-prob
 
 
-def _check(trainer: Any, model: nn.Module) -> None:
-    """Refuse settings under which the loss has other log-probs than the engine."""
+def _check(trainer: Any, models: Sequence[Any]) -> torch.dtype | None:
+    """Refuse settings under which the loss has other log-probs than the engine. Returns the logits' dtype."""
     args: Any = trainer.args
+    model = models[0]
 
     def refuse(name: str, expected: str, got: Any, why: str) -> None:
         raise ValueError(f"samebits.trl.batch_invariant: {name}: expected {expected}, got {got!r}: {why}")
@@ -117,8 +124,12 @@ def _check(trainer: Any, model: nn.Module) -> None:
         value = getattr(args, name, values[0])
         if value not in values:
             refuse(name, repr(values[0]), value, why)
+    heads = [getattr(m.get_output_embeddings(), "out_dtype", None) for m in models]
+    if len({*heads}) > 1:
+        refuse("ref_model", f"a head of out_dtype={heads[0]}", heads[1], "the model's head has it")
+    head = heads[0]
     if not vllm:
-        return
+        return head
     attention = getattr(model.config, "_attn_implementation", None)
     if attention not in ("sdpa", "samebits"):
         why = "its sums are others. Call samebits.transformers.register() first for the second form"
@@ -129,16 +140,20 @@ def _check(trainer: Any, model: nn.Module) -> None:
     if hasattr(model, "peft_config"):
         refuse("peft_config", "none", "adapters", "vLLM gets merged weights, which round otherwise")
     dtypes = {p.dtype for p in model.parameters()}
-    engine = None
+    engine = engine_head = None
     if args.vllm_mode == "colocate":
         config = trainer.vllm_generation.llm.llm_engine.vllm_config
-        engine = config.model_config.dtype
+        engine, engine_head = config.model_config.dtype, config.model_config.head_dtype
         if not (config.additional_config or {}).get("samebits"):
             why = "set SAMEBITS_VLLM=1 in the environment before the trainer is made"
             refuse("vllm_generation", "an engine under samebits", "vLLM as it is", why)
     if len(dtypes) > 1 or engine not in (None, *dtypes):
         why = "load the model in the engine's dtype: model_init_kwargs={'dtype': 'bfloat16'}"
         refuse("model", f"all weights in {engine or 'one dtype'}", sorted(map(str, dtypes)), why)
+    if engine_head not in (None, head or engine):
+        why = 'vLLM reads "head_dtype" in the config.json of the model; samebits.convert sets the trainer\'s'
+        refuse("model", f"a head whose logits are {engine_head}", head or engine, why)
+    return head
 
 
 def _count_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,10 +170,11 @@ class _Head:
 
     Args:
         divisor: of the logits, in models that divide them. TRL has only its inverse.
+        dtype: to which logits are rounded; that of the hidden states by default.
     """
 
-    def __init__(self, divisor: float | None) -> None:
-        self._divisor = divisor
+    def __init__(self, divisor: float | None, dtype: torch.dtype | None) -> None:
+        self._divisor, self._dtype = divisor, dtype
 
     def apply(
         self,
@@ -188,5 +204,6 @@ class _Head:
             scale=scale,
             softcap=softcap,
             entropy="entropy" in outputs,
+            out_dtype=self._dtype,
         )
         return log_probs, entropy, None, None, None

@@ -34,12 +34,14 @@ def row_counts(most: int) -> list[int]:
     return [*(n for n in counts if n < most), most]
 
 
-def products(weights: Sequence[Tensor], most: int) -> list[Callable[[], object]]:
+def products(
+    weights: Sequence[Tensor], most: int, out_dtype: torch.dtype | None = None
+) -> list[Callable[[], object]]:
     """Calls of :func:`samebits.linear` with each kind of weight, for all :func:`row_counts`."""
     kinds = {(w.shape, w.dtype): w for w in weights}
     x = torch.zeros(most * max(w.shape[1] for w in weights), dtype=weights[0].dtype, device=weights[0].device)
     return [
-        partial(linear, x[: n * w.shape[1]].view(n, w.shape[1]), w)
+        partial(linear, x[: n * w.shape[1]].view(n, w.shape[1]), w, out_dtype=out_dtype)
         for w in kinds.values()
         for n in row_counts(most)
     ]

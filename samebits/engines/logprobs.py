@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from samebits.ops.linear import linear
 from samebits.ops.logp import logp
 from samebits.ops.scan import cumsum
 from samebits.ops.softmax import log_softmax, softmax
@@ -82,11 +83,12 @@ def of_hidden(
     softcap: float | None = None,
     words: int | None = None,
     entropy: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of a head's logits, for a loss under the mode: those of an engine with the same weights.
 
-    ``log_softmax(z, -1)`` with ``z = logits.float() / temperature``. The logits are rounded to the dtype of
-    the hidden states, scaled and capped, as by a model's own head. So are their gradients. At most about
+    ``log_softmax(z, -1)`` with ``z = logits.float() / temperature``. The logits are rounded to `out_dtype`,
+    scaled and capped, as by a model's own head. So are their gradients. At most about
     2**27 logits exist at a time: those of more tokens are computed in pieces, and again in the backward.
 
     Args:
@@ -97,13 +99,14 @@ def of_hidden(
         divisor, scale, softcap: what a model does to its logits.
         words: of the tokenizer, see :func:`without_words`. All entries of `V` by default.
         entropy: whether to compute it, of all of `V`.
+        out_dtype: of the head, as in :func:`samebits.linear`: the dtype of the hidden states by default.
 
     Returns:
         Float32 tensors of ``[tokens]``: log-probs, and entropies or None.
     """
 
     def piece(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = F.linear(hidden, weight, bias)
+        logits = linear(hidden, weight, bias, out_dtype=out_dtype)
         if divisor is not None:
             logits = logits / divisor
         elif scale != 1:

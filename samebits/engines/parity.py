@@ -125,7 +125,7 @@ def compare(samples: Sequence[Sample], replayed: Sequence[Tensor]) -> Parity:
 
 
 def _log_ratios(trainer: Tensor, engine: Tensor) -> tuple[Tensor, Tensor]:
-    """``log r`` in float64, and where bits differ. It is 0 where they do not, and inf where a log-prob is NaN."""
+    """``log r`` in float64, and where bits differ. Elsewhere it is 0. Where a log-prob is NaN, it is inf."""
     other = bits(trainer) != bits(engine)
     log = torch.where(other, trainer.double() - engine.double(), 0.0)
     return log.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), other

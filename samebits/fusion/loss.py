@@ -14,8 +14,8 @@ from samebits.fusion.forms import Kind, plain, unhooked, within
 from samebits.fusion.probe import active, instead
 from samebits.nn import Linear
 from samebits.ops.cross_entropy import cross_entropy
+from samebits.ops.linear import linear
 from samebits.ops.linear_logp import linear_logp
-from samebits.ops.matmul import matmul
 
 __all__ = ["Loss", "LossOfLogits", "WideHead", "knows"]
 
@@ -169,5 +169,4 @@ class WideHead(nn.Linear):
     """A head whose logits are the accumulators of the product: what :class:`Loss` computes the loss of."""
 
     def forward(self, input: Tensor) -> Tensor:
-        logits: Tensor = matmul(input, self.weight.mT, out_dtype=torch.float32)
-        return logits if self.bias is None else logits + self.bias.float()
+        return linear(input, self.weight, self.bias, out_dtype=torch.float32)

@@ -184,13 +184,20 @@ addbmm.register_autograd(_addbmm_backward, setup_context=_addbmm_setup_context)
 
 
 def _run_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, key: Key
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key: Key,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     backend, contract = module_for("matmul", x, key)
     if cu_seqlens is not None:
         check_offsets("linear", cu_seqlens, x.shape[-2], key)
     rows = x if x.ndim > 1 else x.unsqueeze(0)
-    out: Tensor = backend.matmul(rows, weight.mT, bias=bias, out_dtype=x.dtype, contract=contract)
+    out: Tensor = backend.matmul(
+        rows, weight.mT, bias=bias, out_dtype=out_dtype or x.dtype, contract=contract
+    )
     return out if x.ndim > 1 else out[0]
 
 
@@ -251,3 +258,24 @@ def _linear_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple
 
 
 linear.register_autograd(_linear_backward, setup_context=_linear_setup_context)
+
+
+# The same with float32 results of 16-bit operands. It is an operator of its own, so that calls of the other
+# stay short.
+wide_linear = Operator(
+    "wide_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, str contract) -> Tensor",
+    cpu=partial(_run_linear, out_dtype=torch.float32),
+    fake=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32),
+)
+
+
+def _wide_linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _linear_setup_context(ctx, inputs, output)
+    ctx.dtype = inputs[0].dtype
+
+
+def _wide_linear_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _linear_backward(ctx, saved, as_operand(grad, ctx.dtype, ctx.key))
+
+
+wide_linear.register_autograd(_wide_linear_backward, setup_context=_wide_linear_setup_context)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from samebits.backends import Key
 from samebits.contract import Contract
 from samebits.ops import _products
-from samebits.ops._checks import check_operands, check_segments, shape
+from samebits.ops._checks import check_operands, check_out_dtype, check_segments, shape
 from samebits.ops._sequences import check_cu_seqlens_form
 from samebits.ops.expand import expand
 
@@ -18,12 +19,13 @@ def linear(
     bias: Tensor | None = None,
     *,
     cu_seqlens: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     contract: Contract | None = None,
 ) -> Tensor:
     """``y = x @ weight.T + bias``, as :func:`torch.nn.functional.linear`.
 
     Every output element is one chain over ascending input features, or the tree of the contract's segments.
-    Then the bias is added in float32 with one rounding, and the sum is rounded once to the dtype of ``x``.
+    Then the bias is added in float32 with one rounding, and the sum is rounded once to ``out_dtype``.
 
     Args:
         x: ``[..., in_features]``; bfloat16, float16 or float32, any strides.
@@ -33,6 +35,8 @@ def linear(
             start at 0, never decrease, and end at ``tokens``. ``x`` is then ``[tokens, in_features]`` or
             ``[1, tokens, in_features]``. The offsets decide where the weight gradient's chain starts new
             groups. They change no bit of the output.
+        out_dtype: the dtype of ``x`` (default) or ``torch.float32``. A head whose logits are not to be
+            rounded to 16 bits has float32.
         contract: as in :func:`samebits.matmul`.
 
     Gradients:
@@ -44,12 +48,14 @@ def linear(
           padded at the end of its sequences (with zero output gradients there). This does not hold if a
           padded batch is flattened to 2-D first: then padding lies between the sequences' tokens and, in 16
           bits, moves them to other groups.
+        * A float32 output gradient of 16-bit operands is first rounded to their dtype under ``TENSOR_CORE``.
+          It is used as it is under ``FMA``.
         * of a ``bias`` of one number: the sum of the features' gradients, as :func:`torch.sum` of that row
           under :func:`samebits.batch_invariant`.
 
     Raises:
         TypeError: a tensor is not dense bfloat16, float16 or float32, dtypes differ, ``cu_seqlens`` is not
-            int32 or int64, or the contract does not take the dtype.
+            int32 or int64, or ``out_dtype`` or the contract do not fit the dtype.
         ValueError: shapes or devices do not match, or ``cu_seqlens`` does not cut the tokens into sequences.
             On a GPU its values are checked on the GPU, without waiting. Bad ones end in a device-side assert,
             as a bad index does in PyTorch. They are checked once, and again after each change that PyTorch
@@ -57,7 +63,10 @@ def linear(
             offsets are meaningless, but nothing out of bounds is read.
     """
     x, weight, bias, key, bypass = checked(x, weight, bias, cu_seqlens, contract)
-    return _products.linear(x, weight, bias, cu_seqlens, key, bypass=bypass)  # type: ignore[no-any-return]
+    run = _products.linear
+    if out_dtype is not None and check_out_dtype("linear", out_dtype, x.dtype) != x.dtype:
+        run = _products.wide_linear
+    return run(x, weight, bias, cu_seqlens, key, bypass=bypass)  # type: ignore[no-any-return]
 
 
 def checked(

@@ -13,6 +13,7 @@ from torch import nn
 from samebits.engines.parity import compare, first_difference, outputs_of_modules, replay
 from samebits.engines.refusals import RefusedError
 from samebits.mode import batch_invariant
+from samebits.nn import convert
 from samebits.tools.terminal import Console
 from samebits.tools.text import ToolError
 
@@ -83,8 +84,11 @@ def _trainer(name: str) -> nn.Module:
 
     register()
     options: dict[str, Any] = {"dtype": "auto", "attn_implementation": "samebits"}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(name, **options)
-    return (model.cuda() if torch.cuda.is_available() else model).train(False)
+    model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+    if getattr(model.config, "head_dtype", None) == "float32":  # as vLLM reads it
+        convert(model.get_output_embeddings(), out_dtype=torch.float32)
+    trainer: nn.Module = (model.cuda() if torch.cuda.is_available() else model).train(False)
+    return trainer
 
 
 def _where(rollout: Any, trainer: nn.Module, sequence: list[int]) -> str:

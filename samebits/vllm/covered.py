@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -93,8 +94,8 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
     if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         yield f"kv_cache_dtype={dtype!r}", "a trainer keeps keys and values in its dtype", "give 'auto'"
     head = getattr(model, "head_dtype", model.dtype)
-    if head != model.dtype:
-        yield f"head_dtype={head}", f"the head of transformers computes in {model.dtype}", "do not set it"
+    if head not in (model.dtype, torch.float32):
+        yield f"head_dtype={head}", f"heads compute in {model.dtype} or torch.float32", "give one of these"
     for name, what in _ODDITIES.items():
         if getattr(model.hf_text_config, name, None):
             yield f"{name} in the model's configuration", f"{what} is not covered", _LATER

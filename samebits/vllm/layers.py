@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from vllm.model_executor.layers import (
     activation,
     layernorm,
@@ -16,6 +18,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from samebits.engines import layers
 from samebits.engines.hooks import Hooks
+from samebits.ops.linear import linear as product
 
 __all__ = ["install"]
 
@@ -37,6 +40,23 @@ def install(hooks: Hooks) -> None:
         hooks.replace(layer, "forward", forward, "self")  # which would call a form for the platform
     logits = logits_processor.LogitsProcessor
     hooks.replace(logits, "forward", _logits(logits.forward), "self", "lm_head", "hidden_states")
+    head = "self", "lm_head", "hidden_states", "embedding_bias"
+    hooks.replace(logits, "_apply_head", _head(logits._apply_head), *head)
+
+
+def _head(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`own`, and a head in float32 (``head_dtype``) that leaves its operands in 16 bits, as a trainer's.
+
+    vLLM would give CPUs operands in float32, whose sums have another order.
+    """
+
+    @functools.wraps(own)
+    def _apply_head(self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None) -> Tensor:
+        if self.head_dtype in (None, hidden_states.dtype):
+            return own(self, lm_head, hidden_states, embedding_bias)
+        return product(hidden_states, lm_head.weight, embedding_bias, out_dtype=self.head_dtype)
+
+    return _apply_head
 
 
 def _logits(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,6 +46,7 @@ COVERED = (
     ("chunked prefill, prefix cache, preemption, `n > 1`", "yes", "yes"),
     ("log-probs of prompts", "yes", "not run"),
     ("`processed_logprobs` with a temperature, top-k, top-p", "yes", "not run"),
+    ("heads in float32 (`head_dtype`)", "yes", "not run"),
     ("penalties, logit biases, `min_p`: raw log-probs", "yes", "not run"),
     ("structured outputs: raw log-probs", "yes", "not run"),
     ("speculation by n-grams or a draft model", "yes", "not run"),

@@ -42,7 +42,7 @@ def warm_up(model: nn.Module, config: Any) -> None:
             )
     heads = [m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)]  # one may be tied
     dense = [call for of in layers.values() for call in products(of, tokens)]
-    make_ready(dense + products(heads, max(sequences, _PROMPT_ROWS)))
+    make_ready(dense + products(heads, max(sequences, _PROMPT_ROWS), config.model_config.head_dtype))
     if in_fp8:
         x = torch.zeros(tokens * max(k for _, k in in_fp8), dtype=config.model_config.dtype, device="cuda")
         counts = row_counts(tokens)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samebits
-from samebits import FMA, TENSOR_CORE
+from samebits import FMA, TENSOR_CORE, Contract
 from samebits.testing import assert_same_bits, values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,6 +57,61 @@ def test_contract_and_cu_seqlens_reach_the_product() -> None:
         assert_same_bits(got, want)
     with pytest.raises(TypeError, match=r"samebits\.linear: weight: expected torch\.float32 like x"):
         layer(x.float())
+
+
+@pytest.mark.parametrize("contract", [TENSOR_CORE, FMA], ids=["mma", "fma"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_float32_results_are_the_accumulators(bias: bool, packed: bool, contract: Contract) -> None:
+    """They are those of ``matmul``, and the gradients those of :func:`samebits.linear` of a rounded one."""
+    layer = samebits.nn.Linear(24, 8, bias, dtype=torch.bfloat16, contract=contract, out_dtype=torch.float32)
+    x = values("normal", (9, 24), torch.bfloat16, 0).requires_grad_()
+    options = {"cu_seqlens": torch.tensor([0, 4, 9])} if packed else {}
+    y = layer(x, **options)
+    product = samebits.matmul(x, layer.weight.mT, out_dtype=torch.float32, contract=contract)
+    assert_same_bits(y, product + layer.bias.float() if bias else product)
+    assert_same_bits(y.bfloat16(), samebits.linear(x, layer.weight, layer.bias, contract=contract))
+    grad = values("normal", (9, 8), torch.float32, 1)
+    leaves = [x, *layer.parameters()]
+    got = torch.autograd.grad(y, leaves, grad)
+    if contract == TENSOR_CORE:
+        narrow = samebits.linear(x, layer.weight, layer.bias, contract=contract, **options)
+        want = torch.autograd.grad(narrow, leaves, grad.bfloat16())
+    else:  # nothing is rounded before the chains
+        wide = [t.detach().float().requires_grad_() for t in leaves]
+        want = torch.autograd.grad(samebits.linear(*wide, contract=contract, **options), wide, grad)
+        want = tuple(t.bfloat16() for t in want)
+    for g, w in zip(got, want, strict=True):
+        assert_same_bits(g, w)
+    assert_same_bits(layer(x[0]), y[0], "one row")
+    assert "out_dtype=torch.float32" in repr(layer)
+
+
+def test_a_head_in_float32_has_the_bits_of_linear_logp() -> None:
+    head = nn.Linear(24, 70, dtype=torch.bfloat16)
+    samebits.convert(head, out_dtype=torch.float32)
+    x = values("normal", (2, 9, 24), torch.bfloat16, 0).requires_grad_()
+    targets = torch.arange(18).view(2, 9)
+    leaves = [x, *head.parameters()]
+    found = samebits.logp(head(x), targets)
+    expected = samebits.linear_logp(x, head.weight, targets, head.bias)
+    assert_same_bits(found, expected)
+    grad = values("normal", (2, 9), torch.float32, 1)
+    for got, want in zip(
+        torch.autograd.grad(found, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
+    ):
+        assert_same_bits(got, want)
+
+
+def test_a_dtype_of_results_that_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"samebits\.linear: out_dtype: expected torch\.bfloat16 or torch\.float32"
+    ):
+        samebits.nn.Linear(24, 8, dtype=torch.bfloat16, out_dtype=torch.float16)(torch.ones(24).bfloat16())
+    with pytest.raises(TypeError, match=r"samebits\.convert: out_dtype: expected a torch\.dtype or None"):
+        samebits.convert(nn.Linear(2, 2), out_dtype="float32")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="out_dtype: expected None beside fp8"):
+        samebits.nn.Linear(128, 128, fp8="block", out_dtype=torch.float32)
 
 
 def test_from_torch_shares_the_parameters() -> None:
@@ -246,16 +301,20 @@ def with_main_grads(layer: samebits.nn.Linear, *names: str) -> samebits.nn.Linea
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("packed", [False, True])
-def test_main_grad_has_the_bits_of_one_batch(dtype: torch.dtype, micro_batches: int, packed: bool) -> None:
-    layer = with_main_grads(samebits.nn.Linear(24, 8, dtype=dtype), "weight", "bias")
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["", "f32 out"])
+def test_main_grad_has_the_bits_of_one_batch(
+    dtype: torch.dtype, micro_batches: int, packed: bool, out_dtype: torch.dtype | None
+) -> None:
+    layer = with_main_grads(samebits.nn.Linear(24, 8, dtype=dtype, out_dtype=out_dtype), "weight", "bias")
     x = values("normal", (4, 19, 24), dtype, 0).requires_grad_()
     want = torch.zeros(8, 24), torch.zeros(8, 1)
     with torch.no_grad():
-        dy = layer(x).detach()
+        own = layer(x).detach()
+        dy = own.to(dtype)
         for x_s, dy_s in zip(x, dy, strict=True):
             samebits.addmm_(want[0], dy_s.mT, x_s)
             samebits.addmm_(want[1], dy_s.mT, torch.ones(19, 1, dtype=dtype))
-    for part, grad in zip(x.chunk(micro_batches), dy.chunk(micro_batches), strict=True):
+    for part, grad in zip(x.chunk(micro_batches), own.chunk(micro_batches), strict=True):
         cu_seqlens = None
         if packed:
             cu_seqlens = torch.arange(len(part) + 1) * 19

@@ -48,6 +48,8 @@ OPERATORS: dict[str, Callable[[torch.dtype, str], tuple[Any, ...]]] = {
     "matmul batched": lambda d, c: (leaf(2, 1, 3, 5, dtype=d), leaf(4, 5, 4, dtype=d), None, d, c),
     "linear": lambda d, c: (leaf(2, 8, 5, dtype=d), leaf(4, 5, dtype=d), leaf(4, dtype=d), None, c),
     "linear packed": lambda d, c: (leaf(8, 5, dtype=d), leaf(4, 5, dtype=d), None, CU, c),
+    "wide_linear": lambda d, c: (leaf(2, 8, 5, dtype=d), leaf(4, 5, dtype=d), leaf(4, dtype=d), None, c),
+    "wide_linear packed": lambda d, c: (leaf(8, 5, dtype=d), leaf(4, 5, dtype=d), leaf(4, dtype=d), CU, c),
     "addbmm": lambda d, c: (leaf(2, 3, 4), leaf(2, 6, 3, 5, dtype=d), leaf(2, 6, 5, 4, dtype=d), None, d, c),
     "addbmm packed": lambda d, c: (None, leaf(1, 1, 3, 8, dtype=d), leaf(1, 1, 8, 4, dtype=d), CU, d, c),
     "addbmm_": lambda d, c: (

@@ -104,6 +104,20 @@ def test_log_probs_are_those_of_a_row_alone(
     assert (theirs != expected).any(), "TRL's own log-probs would do"
 
 
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_a_head_in_float32(name: str) -> None:
+    """Its logits are capped and divided in float32, too."""
+    model, sequences = build(name, torch.bfloat16, "cpu", 0.7), rows("cpu")
+    with torch.no_grad(), samebits.trl.batch_invariant(trainer(model)):
+        narrow = fused(model, sequences)
+    samebits.convert(model, filter=lambda name, _: name == "lm_head", out_dtype=torch.float32)
+    with torch.no_grad(), samebits.trl.batch_invariant(trainer(model)):
+        expected = torch.stack([own(model, s, 0.7) for s in sequences])
+        found = fused(model, sequences)
+    assert_same_bits(found.log_probs[:, -ANSWER:], expected)
+    assert (found.log_probs != narrow.log_probs).any()
+
+
 def test_entropy_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sequences = build("qwen3", torch.float32, "cpu", 0.7), rows("cpu")
 
@@ -165,7 +179,8 @@ def test_models_that_round_otherwise_are_refused() -> None:
     ours = trainer(model, use_vllm=True)
     ours.args.vllm_mode = "colocate"
     config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=torch.bfloat16), additional_config={"other": 1}
+        model_config=SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16),
+        additional_config={"other": 1},
     )
     ours.vllm_generation = SimpleNamespace(
         llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
@@ -175,6 +190,20 @@ def test_models_that_round_otherwise_are_refused() -> None:
     config.additional_config["samebits"] = True
     with samebits.trl.batch_invariant(ours):
         pass
+    config.model_config.head_dtype = torch.float32
+    with pytest.raises(
+        ValueError, match=r"model: expected a head whose logits are torch\.float32, got torch"
+    ):
+        samebits.trl.batch_invariant(ours).__enter__()
+    samebits.convert(model.lm_head, out_dtype=torch.float32)
+    with samebits.trl.batch_invariant(ours):
+        pass
+    config.model_config.head_dtype = torch.bfloat16
+    ours.ref_model = build("qwen3", torch.bfloat16, "cpu", 1.0)
+    with pytest.raises(ValueError, match=r"ref_model: expected a head of out_dtype=torch\.float32, got None"):
+        samebits.trl.batch_invariant(ours).__enter__()
+    del ours.ref_model
+    model.lm_head.out_dtype = None
     model.float()
     with pytest.raises(ValueError, match=r"model: expected all weights in torch\.bfloat16"):
         samebits.trl.batch_invariant(ours).__enter__()

@@ -16,6 +16,7 @@ from tests.vllm.conftest import Engine, generate
     [
         ("qwen3", {"quantization": "fp8"}, r"quantization='fp8': .*quantization='fp8_per_block'"),
         ("qwen3", {"compilation_config": {"mode": 3}}, r"compilation mode .*kernels of its own"),
+        ("qwen3", {"hf_overrides": {"head_dtype": "float16"}}, r"head_dtype=torch.float16: .*torch.float32"),
         ("mixtral", {"enable_lora": True}, r"enable_lora with a mixture of experts: .*merge the adapter"),
         ("olmoe", {"hf_overrides": {"clip_qkv": 8.0}}, r"clip_qkv=8.0 .*give model_impl=.transformers"),
         ("olmo2", {"hf_overrides": {"llama_4_scaling": {"beta": 1}}}, r"llama_4_scaling in the model's"),

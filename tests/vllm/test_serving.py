@@ -95,6 +95,33 @@ def test_processed_log_probs(engine: Engine, qwen3: Any) -> None:
         same(qwen3, generate(llm, asked, **distribution), **distribution)
 
 
+@pytest.mark.parametrize(
+    ("name", "model_impl"),
+    [("qwen3", "auto"), ("qwen3", "transformers"), ("gemma2", "auto"), ("granite", "auto")],
+)
+def test_a_head_in_float32(
+    name: str, model_impl: str, engine: Engine, folders: Callable[[str], Path]
+) -> None:
+    """Also where logits are capped or divided after it; and they are not those of a head in 16 bits."""
+    import samebits
+    from samebits.vllm.check import replayed
+
+    model = trainer(folders(name))
+    llm = engine(
+        *(name,),
+        hf_overrides={"head_dtype": "float32"},
+        model_impl=model_impl,
+        logprobs_mode="processed_logprobs" if name == "qwen3" else "raw_logprobs",
+    )
+    distribution = {"temperature": 0.7} if name == "qwen3" else {}
+    outputs = generate(llm, prompts(4, 3, 60), **distribution)
+    more = generate(llm, prompts(2, 3, 60), prompt_logprobs=0)
+    assert not replayed(model, outputs, **distribution)
+    samebits.convert(model, filter=lambda name, _: name == "lm_head", out_dtype=torch.float32)
+    same(model, outputs, **distribution)
+    same(model, more)
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_speculation(
     method: str,
