@@ -26,8 +26,11 @@ SMALL = Sizes(
     (1, 8, 48, 64, 300, 1100, 2048),
     ((2048, 1536), (7168, 4096)),
     ((64, 64), (96, 80), (128, 128), (192, 128), (256, 256)),
+    (16, 64, 256, 1024, 4096),
     more=False,
 )
+# Of tests that look at no choice: a few cells take no time to fill.
+TINY = Sizes(((768, 3072),), (1, 300), ((2048, 1536),), ((64, 64),), (256,), more=False)
 
 
 @functools.cache

@@ -111,7 +111,7 @@ def test_contract_digests_are_the_librarys(path: Path) -> None:
 
 @pytest.mark.parametrize("given", [["float32"], ["bfloat16"], ["float16"], ["float16", "float32"]])
 def test_an_archive_names_the_contracts_of_its_own_dtypes(given: list[str]) -> None:
-    made = build("sm_90a", [getattr(torch, dtype) for dtype in given], ["gemm"], support.SMALL)
+    made = build("sm_90a", [getattr(torch, dtype) for dtype in given], ["gemm"], support.TINY)
     with support.opened(support.write(made, "dtypes.samebits")) as of:
         named = [dtype for dtype in engine.DTYPES if of.contract_digest(dtype)]
         assert sorted(named) == sorted(given)
@@ -137,7 +137,7 @@ def test_a_refusal_names_the_options_that_help(
 ) -> None:
     driver, ops = support.fake_driver(), ["gemm"]
     capability = [ctypes.c_int.in_dll(driver, f"driver_{name}") for name in ("major", "minor")]
-    made = build(arch, [getattr(torch, has)], ops, support.SMALL)
+    made = build(arch, [getattr(torch, has)], ops, support.TINY)
     before = [x.value for x in capability]
     for x, value in zip(capability, made.capability, strict=True):
         x.value = value
@@ -477,7 +477,7 @@ def test_every_architecture_has_an_archive(arch: str) -> None:
 def test_an_archive_has_the_operations_that_were_asked_for() -> None:
     sources = {}
     for op in OPS:
-        made = build("sm_90a", [torch.bfloat16], [op], support.SMALL)
+        made = build("sm_90a", [torch.bfloat16], [op], support.TINY)
         sources[op] = {spec.source for spec in made.specs}
     assert sources == {
         "gemm": {"tensor_core.cu", "tensor_core_sm90.cu"},

@@ -15,9 +15,9 @@ from torch import Tensor
 import samebits
 from samebits import causal_conv1d, causal_conv1d_update
 from samebits.backends.cuda import causal_conv1d as host
-from samebits.backends.cuda import compiler
 from samebits.testing import assert_same_bits
 from tests.support import naive_state_space as naive
+from tests.support.cubins import resources
 from tests.support.devices import DEVICES, case
 from tests.support.naive_bits import NAMES, rounded
 
@@ -217,4 +217,4 @@ def test_kernels_compile(taps: int) -> None:
         (1, False, True),
     ):
         spec = host.kernel_spec(BF16, taps, vector, of_channels, True, state)
-        assert compiler.compile(spec, "sm_90a" if vector == 1 else "sm_80").registers < 128
+        assert resources(spec, "sm_90a" if vector == 1 else "sm_80").registers < 128

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import samebits
 from samebits import selective_scan, selective_state_update, ssd
-from samebits.backends.cuda import compiler
 from samebits.backends.cuda import state_space as host
 from samebits.ops import state_space
 from samebits.ops.activation import activation
 from samebits.testing import assert_same_bits
 from tests.support import naive_state_space as naive
+from tests.support.cubins import resources
 from tests.support.devices import DEVICES, case
 from tests.support.naive_bits import rounded
 
@@ -397,7 +397,7 @@ def test_kernels_compile(size: int, own: bool) -> None:
     specs = [host.kernel_spec(BF16, size, own, s) for s in host.schedules(size, own)]
     step = host.kernel_spec(F16, size, own, host.Scan(1, 1), step=True, softplus=True, dt=BF16, gate=F32)
     for spec in (*specs, step, host.backward_spec(F32, BF16, size, own)):
-        cubin = compiler.compile(spec, "sm_90a" if spec.smem else "sm_80")
+        cubin = resources(spec, "sm_90a" if spec.smem else "sm_80")
         assert cubin.static_smem <= 48 << 10
         assert cubin.spill_bytes < 64 or size == 256
 

@@ -2,13 +2,15 @@
 
 Their host side runs, too, on CPU tensors. Tensor-core steps are those of ``AMPERE``, as the contract has
 them. Threads of a block take turns, so that a missing barrier shows only if it matters to one of two orders
-of them. A GPU alone shows that NVRTC's code does the same.
+of them. A GPU alone shows that NVRTC's code does the same. What was compiled is kept in samebits'
+cache, by all that decides it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import shutil
 import struct
 import subprocess
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from samebits.backends import cache
 from samebits.backends.cuda import compiler, runtime
 
 _HERE = Path(__file__).parent / "host"
@@ -70,19 +73,29 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
+def _of_all_kernels() -> Any:
+    """What decides the code of every kernel: the compiler, and what it includes."""
+    files = sorted([*_HERE.iterdir(), *(_sources() / "include").iterdir()])
+    version = subprocess.run([str(_CXX), "--version"], capture_output=True, check=True).stdout
+    return hashlib.sha256(version + b"".join(file.read_bytes() for file in files))
+
+
+@functools.cache
 def _compiled(spec: compiler.KernelSpec) -> Path:
-    assert _CXX is not None
     kernels = _sources()
-    to = kernels.parent / f"{len([*kernels.parent.glob('*.so')])}.so"
-    macros = {**dict(spec.constants), "SOURCE": f'"{kernels / spec.source}"', "ENTRY": spec.entry}
+    macros = {**dict(spec.constants), "SOURCE": f'"{spec.source}"', "ENTRY": spec.entry}
     options = "-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"
-    subprocess.run(
-        [
-            *(_CXX, *options, *(f"-D{name}={value}" for name, value in macros.items())),
-            *(f"-I{kernels / 'include'}", str(_HERE / "launch.cpp"), "-o", str(to)),
-        ],
-        check=True,
-    )
+    options = *options, *(f"-D{name}={value}" for name, value in macros.items())
+    decided = _of_all_kernels().copy()
+    decided.update(repr(options).encode() + (kernels / spec.source).read_bytes())
+    name = f"{Path(spec.source).stem}-host-{decided.hexdigest()[:32]}.so"
+    to = kernels.parent / name
+    if (known := cache.read(name)) is not None:
+        to.write_bytes(known)
+        return to
+    include = f"-I{kernels}", f"-I{kernels / 'include'}"
+    subprocess.run([str(_CXX), *options, *include, str(_HERE / "launch.cpp"), "-o", str(to)], check=True)
+    cache.write(name, to.read_bytes())
     return to
 
 

@@ -63,7 +63,9 @@ ROWS = (
 
 _MORE_ROWS = (384, 768, 1536, 3072)
 _MORE_N, _MORE_K = (16, 64, 512, 2048, 16384, 131072), (64, 256, 1024, 2048)
-_BATCHED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+BATCHED = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Sizes m, n and k of matrices in batches."""
+
 BATCH = 32
 """The number of matrices that schedules of batches are chosen for."""
 
@@ -91,6 +93,7 @@ class Sizes(NamedTuple):
         rows: numbers of rows.
         experts: (K, N) of a group's matrix.
         heads: sizes of attention's heads: of q and k, and of v.
+        batched: sizes m, n and k of matrices in batches.
         more: also the sizes between them, by the best schedules among those that are needed anyway.
     """
 
@@ -98,6 +101,7 @@ class Sizes(NamedTuple):
     rows: Sequence[int] = ROWS
     experts: Sequence[tuple[int, int]] = EXPERTS
     heads: Sequence[tuple[int, int]] = HEADS
+    batched: Sequence[int] = BATCHED
     more: bool = True
 
     @property
@@ -192,9 +196,9 @@ def layout_tables(
                 continue
             cells = [
                 _best(layout.gemm(point, BATCH, output), kernels, sms)
-                for point in _points(_BATCHED, _BATCHED, _BATCHED)
+                for point in itertools.product(sizes.batched, repeat=3)
             ]
-            yield layout, output, True, Table3((_BATCHED,) * 3, cells)
+            yield layout, output, True, Table3((sizes.batched,) * 3, cells)
 
 
 def _tuned(layout: Layout, point: Point, output: int, device: int | None) -> Sm90Schedule | None:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import samebits
 from samebits.backends import delta
-from samebits.backends.cuda import compiler
 from samebits.backends.cuda import delta as kernels
 from samebits.backends.delta import Delta
 from samebits.backends.recurrent import RecurrentState
 from samebits.backends.reference import delta as reference
 from samebits.contract import FMA, TENSOR_CORE
 from samebits.testing import assert_same_bits
+from tests.support.cubins import resources
 
 LENGTHS = (70, 0, 5, 130)
 STEPS = (7, 57, 0, 1, 1, 17, 1000)
@@ -50,7 +50,7 @@ BY_CHANNEL = (kernels.Schedule(32, 64, 8, 1), kernels.Schedule(32, 16, 4, 1))  #
 def test_compiles_without_spills(schedule: kernels.Schedule, by_channel: bool) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "vector": True}
     options["by_channel"] = by_channel
-    found = compiler.compile(kernels.kernel_spec(schedule, torch.bfloat16, 128, **options), "sm_90a")
+    found = resources(kernels.kernel_spec(schedule, torch.bfloat16, 128, **options), "sm_90a")
     assert found.spill_bytes == 0
     assert found.local_bytes == 0
 
@@ -69,7 +69,7 @@ def test_gradients_compile_without_spills(
 ) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "by_channel": by_channel}
     given = (which, schedule, torch.bfloat16, 128, 128)
-    found = compiler.compile(kernels.gradients_spec(*given, **options), "sm_90a")
+    found = resources(kernels.gradients_spec(*given, **options), "sm_90a")
     assert found.spill_bytes == 0
     assert found.local_bytes == 0
 
