@@ -17,6 +17,9 @@ enum {
     MOST_TENSORS = 48,    /* arguments, and allocations */
     MOST_BYTES = 24576,   /* of all launches' parameters: they are copied onto the stack */
     MOST_RECIPES = 8192,  /* of one operation; more would be made as the program runs */
+    MOST_DIMS = 64,       /* of a tensor */
+    STRIDED = 0,          /* PyTorch's number of the layout of dense tensors */
+    MOST_KEY = 4096,      /* bytes of a key */
     STREAM = 32,          /* where CUlaunchConfig has its stream */
     PARAMS = 128,         /* where the parameters begin, after the CUlaunchConfig */
     INVALID_CONTEXT = 201 /* the driver's error code in a thread without a context */
@@ -26,19 +29,28 @@ typedef int (*LaunchKernel)(const void* config, void* function, void** params, v
 typedef int (*ReplaceAddress)(void* map, void* address);
 typedef int (*SetBytes)(unsigned long long at, unsigned char value, size_t count, void* stream);
 
+/* PyTorch's functions in C that read a tensor. A tensor of C++ is one pointer: that of Python's `_cdata`. */
+typedef int (*ReadPointer)(void** tensor, void** found);
+typedef int (*ReadCount)(void** tensor, int64_t* found);
+typedef int (*ReadArray)(void** tensor, int64_t** found);
+typedef int (*ReadNumber)(void** tensor, int32_t* found);
+
 /* What Python knows of the driver and of PyTorch; set by configure(). */
 static struct {
     PyObject *tensor, *parameter, *dtype;      /* types */
     PyObject *modes, *dispatch, *grad_enabled; /* questions to PyTorch */
     PyObject *device, *stream;
     PyObject *allocate, *make_current, *fail;
+    ReadPointer address;
+    ReadCount dims;
+    ReadArray sizes, strides;
+    ReadNumber dtype_of, layout_of, device_of;
     LaunchKernel launch;
     ReplaceAddress replace_address;
     SetBytes set_bytes;
 } with;
 
-static PyObject *str_dtype, *str_shape, *str_stride, *str_data_ptr, *str_get_device, *str_requires_grad,
-    *str_is_neg, *str_numel;
+static PyObject *str_cdata, *str_requires_grad, *str_is_neg;
 
 /* ---- Recipe ---------------------------------------------------------------------------------------------- */
 
@@ -215,12 +227,25 @@ typedef struct {
     uintptr_t at[MOST_TENSORS];
 } Tensors;
 
-static int address_of(PyObject* tensor, uintptr_t* at) {
-    PyObject* found = PyObject_VectorcallMethod(str_data_ptr, &tensor, 1, NULL);
-    if (found == NULL) return -1;
-    *at = (uintptr_t)PyLong_AsUnsignedLongLong(found);
+/* The pointer that a tensor of C++ is. NULL with an error. */
+static void* unwrapped(PyObject* tensor) {
+    PyObject* found = PyObject_GetAttr(tensor, str_cdata);
+    if (found == NULL) return NULL;
+    void* pointer = PyLong_AsVoidPtr(found);
     Py_DECREF(found);
-    return PyErr_Occurred() ? -1 : 0;
+    if (pointer == NULL && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a tensor is NULL");
+    return pointer;
+}
+
+static int address_of(PyObject* tensor, uintptr_t* at) {
+    void *own = unwrapped(tensor), *found;
+    if (own == NULL) return -1;
+    if (with.address(&own, &found)) {
+        PyErr_SetString(PyExc_RuntimeError, "a tensor has no address");
+        return -1;
+    }
+    *at = (uintptr_t)found;
+    return 0;
 }
 
 static PyObject* one_of(const Recipe* recipe, const Tensors* tensors, PyObject* const* args,
@@ -365,114 +390,128 @@ static int is_no(PyObject* question) {
     return yes < 0 ? -1 : !yes;
 }
 
-/* `self`: the index of the first argument that is the same object; `recorded`: whether autograd records it. */
-static int add_tensor(PyObject* key, Py_ssize_t* next, PyObject* tensor, Tensors* tensors, int i, int self,
-                      int recorded, long* device) {
-    PyObject* parts[4] = {NULL};
-    if (address_of(tensor, &tensors->at[i])) return -1;
-    PyObject* on = PyObject_VectorcallMethod(str_get_device, &tensor, 1, NULL);
-    if (on == NULL) return -1;
-    long index = PyLong_AsLong(on);
-    Py_DECREF(on);
-    if (index == -1 && PyErr_Occurred()) return -1;
-    if (*device == LONG_MIN) *device = index;
-    if (*device != index) return 1; /* on several devices */
-    if (tensors->at[i] == 0) {      /* empty, or without memory of its own */
-        PyObject* count = PyObject_VectorcallMethod(str_numel, &tensor, 1, NULL);
-        if (count == NULL) return -1;
-        int some = PyObject_IsTrue(count);
-        Py_DECREF(count);
-        if (some) return some;
-    }
-    int same = i;
-    for (int j = 0; j < i && same == i; j++)
-        if (tensors->at[j] == tensors->at[i] && tensors->at[j] != 0) same = j;
-    parts[0] = PyObject_GetAttr(tensor, str_dtype);
-    parts[1] = PyObject_GetAttr(tensor, str_shape);
-    parts[2] = PyObject_VectorcallMethod(str_stride, &tensor, 1, NULL);
-    char tail[4] = {(char)(tensors->at[i] & 15), (char)same, (char)self,
-                    (char)recorded}; /* four bytes: no other argument has such a part */
-    parts[3] = PyBytes_FromStringAndSize(tail, 4);
-    for (int p = 0; p < 4; p++) {
-        if (parts[p] == NULL) {
-            for (int rest = p; rest < 4; rest++) Py_XDECREF(parts[rest]);
-            return -1;
-        }
-        PyTuple_SET_ITEM(key, (*next)++, parts[p]);
-    }
-    return 0;
-}
-
 /* Whether a tensor has an attribute that is not False, or the method returns that: 1, 0, or -1 with an error. */
 static int is_true(PyObject* found) {
     Py_XDECREF(found);
     return found == NULL ? -1 : found != Py_False;
 }
 
-static int is_number(PyObject* x) { return x == Py_None || PyLong_Check(x) || PyUnicode_CheckExact(x); }
+/* All that decides what a call does, but for the addresses. */
+typedef struct {
+    Py_ssize_t size;
+    unsigned char bytes[MOST_KEY];
+} Key;
 
-/* A tuple of numbers, of those in a tuple or a list. NULL: there are other things in it. */
-static PyObject* numbers(PyObject* x) {
-    PyObject* found = PyTuple_Check(x) ? Py_NewRef(x) : PyList_AsTuple(x);
-    for (Py_ssize_t i = 0; found != NULL && i < PyTuple_GET_SIZE(found); i++) {
-        PyObject* one = PyTuple_GET_ITEM(found, i);
-        if (!is_number(one) || PyBool_Check(one)) Py_CLEAR(found);
-    }
-    return found;
+/* Functions that add to a key return 0, or -1, perhaps with an error: there is no key.
+
+   What follows depends on the tag, and its size on that. So two calls of one key have equal parts. */
+static int add(Key* key, char tag, const void* bytes, size_t size) {
+    if (size >= (size_t)(MOST_KEY - key->size)) return -1;
+    key->bytes[key->size++] = (unsigned char)tag;
+    if (size) memcpy(key->bytes + key->size, bytes, size);
+    key->size += (Py_ssize_t)size;
+    return 0;
 }
 
-/* A key of all that decides what a call does, but for the addresses. NULL, perhaps with an error: there is none.
-   `grad_enabled` is -1 where PyTorch has looked at the tensors before. `recorded` becomes 1 if autograd records
-   the call. Calls without gradients have keys of their own, as they return no views. */
+typedef struct {
+    uintptr_t address;
+    int64_t dims, *sizes, *strides;
+    int32_t dtype, device;
+} Tensor;
+
+/* -1, perhaps with an error, of what is not dense, or has no memory of its own. */
+static int read_tensor(PyObject* tensor, Tensor* to) {
+    void *own = unwrapped(tensor), *address;
+    int32_t layout;
+    if (own == NULL || with.layout_of(&own, &layout) || layout != STRIDED) return -1;
+    if (with.device_of(&own, &to->device) || with.dtype_of(&own, &to->dtype) || with.dims(&own, &to->dims) ||
+        with.sizes(&own, &to->sizes) || with.strides(&own, &to->strides) || with.address(&own, &address))
+        return -1;
+    to->address = (uintptr_t)address;
+    int empty = 0;
+    for (int64_t d = 0; d < to->dims; d++) empty |= to->sizes[d] == 0;
+    return address == NULL && !empty ? -1 : 0;
+}
+
+/* `self`: the index of the first argument that is the same object; `recorded`: whether autograd records it. */
+static int add_tensor(Key* key, PyObject* tensor, Tensors* tensors, int i, int self, int recorded,
+                      long* device) {
+    Tensor t;
+    if (read_tensor(tensor, &t) || t.dims > MOST_DIMS) return -1;
+    if (*device == LONG_MIN) *device = t.device;
+    if (*device != t.device) return -1; /* on several devices */
+    int same = i;
+    for (int j = 0; j < i && same == i; j++)
+        if (tensors->at[j] == t.address && t.address != 0) same = j;
+    tensors->at[i] = t.address;
+    unsigned char head[] = {(unsigned char)(t.address & 15), (unsigned char)same,    (unsigned char)self,
+                            (unsigned char)recorded,         (unsigned char)t.dtype, (unsigned char)t.dims};
+    size_t size = (size_t)t.dims * sizeof *t.sizes;
+    if (add(key, 't', head, sizeof head) || add(key, 'n', t.sizes, size)) return -1;
+    return add(key, 's', t.strides, size);
+}
+
+static int add_text(Key* key, PyObject* text) {
+    Py_ssize_t size;
+    const char* bytes = PyUnicode_AsUTF8AndSize(text, &size);
+    if (bytes == NULL || add(key, 'u', &size, sizeof size)) return -1;
+    return add(key, '"', bytes, (size_t)size);
+}
+
+/* A number, a text, None, or a dtype, of which there is one object each. */
+static int add_one(Key* key, PyObject* x) {
+    if (x == Py_None) return add(key, 'N', NULL, 0);
+    if (PyBool_Check(x)) return add(key, x == Py_True ? 'T' : 'F', NULL, 0);
+    if (PyLong_Check(x)) {
+        int overflow;
+        long long value = PyLong_AsLongLongAndOverflow(x, &overflow);
+        return overflow ? -1 : add(key, 'i', &value, sizeof value);
+    }
+    if (PyFloat_CheckExact(x)) {
+        double value = PyFloat_AS_DOUBLE(x); /* by its bits: -0.0 is another one than 0.0 */
+        return add(key, 'f', &value, sizeof value);
+    }
+    if (PyUnicode_CheckExact(x)) return add_text(key, x);
+    return (PyObject*)Py_TYPE(x) == with.dtype ? add(key, 'd', &x, sizeof x) : -1;
+}
+
+static int add_all(Key* key, PyObject* found) {
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(found);
+    if (add(key, '(', &count, sizeof count)) return -1;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (add_one(key, PySequence_Fast_GET_ITEM(found, i))) return -1;
+    return 0;
+}
+
+/* The key of a call. NULL, perhaps with an error: there is none. `grad_enabled` is -1 where PyTorch has looked at
+   the tensors before. `recorded` becomes 1 if autograd records the call. Calls without gradients have keys of
+   their own, as they return no views. */
 static PyObject* make_key(PyObject* const* args, Py_ssize_t count, PyObject* names, int grad_enabled,
                           Tensors* tensors, long* device, int* recorded) {
-    Py_ssize_t size = 2, next = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        size += is_tensor(args[i]) ? 4 : 1;
-    }
-    PyObject* key = PyTuple_New(size);
-    if (key == NULL) return NULL;
+    Key key;
+    key.size = 0;
     *device = LONG_MIN;
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *x = args[i], *part = NULL;
+        PyObject* x = args[i];
         tensors->at[i] = 0;
         if (is_tensor(x)) {
             int one = 0, self = 0;
-            if (grad_enabled >= 0 && is_true(PyObject_VectorcallMethod(str_is_neg, &x, 1, NULL))) goto none;
+            if (grad_enabled >= 0 && is_true(PyObject_VectorcallMethod(str_is_neg, &x, 1, NULL))) return NULL;
             if (grad_enabled == 1) {
                 one = is_true(PyObject_GetAttr(x, str_requires_grad));
-                if (one < 0) goto none;
+                if (one < 0) return NULL;
                 while (args[self] != x) self++;
             }
             *recorded |= one;
             if (grad_enabled == 0) one = 2;
-            if (add_tensor(key, &next, x, tensors, (int)i, self, one, device)) goto none;
-            continue;
+            if (add_tensor(&key, x, tensors, (int)i, self, one, device)) return NULL;
+        } else if (PyTuple_Check(x) || PyList_CheckExact(x) ? add_all(&key, x) : add_one(&key, x)) {
+            return NULL;
         }
-        if (PyBool_Check(x)) {
-            part = PyBytes_FromStringAndSize(x == Py_True ? "T" : "F", 1); /* True == 1 as a key */
-        } else if (PyFloat_CheckExact(x)) {
-            double value = PyFloat_AS_DOUBLE(x);
-            part = PyBytes_FromStringAndSize((const char*)&value, sizeof value); /* -0.0 == 0.0 as a key */
-        } else if (is_number(x) || (PyObject*)Py_TYPE(x) == with.dtype) {
-            part = Py_NewRef(x);
-        } else if (PyTuple_Check(x) || PyList_CheckExact(x)) {
-            part = numbers(x);
-        } else {
-            goto none;
-        }
-        if (part == NULL) goto none;
-        PyTuple_SET_ITEM(key, next++, part);
     }
-    if (*device == LONG_MIN) goto none; /* no tensor */
-    PyObject* index = PyLong_FromLong(*device);
-    if (index == NULL) goto none;
-    PyTuple_SET_ITEM(key, next++, index);
-    PyTuple_SET_ITEM(key, next, Py_NewRef(names == NULL ? Py_None : names));
-    return key;
-none:
-    Py_DECREF(key);
-    return NULL;
+    if (*device == LONG_MIN) return NULL; /* no tensor */
+    if (add(&key, '@', device, sizeof *device) || (names != NULL && add_all(&key, names))) return NULL;
+    return PyBytes_FromStringAndSize((const char*)key.bytes, key.size);
 }
 
 static int on_current_device(long device) {
@@ -653,23 +692,44 @@ static PyTypeObject ReplayType = {
 static PyObject* configure(PyObject* self, PyObject* args) {
     (void)self;
     PyObject* found[11];
-    unsigned long long launch, replace_address, set_bytes;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOKKK", &found[0], &found[1], &found[2], &found[3], &found[4],
-                          &found[5], &found[6], &found[7], &found[8], &found[9], &found[10], &launch,
-                          &replace_address, &set_bytes))
+    unsigned long long to[10];
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOKKKKKKKKKK", &found[0], &found[1], &found[2], &found[3],
+                          &found[4], &found[5], &found[6], &found[7], &found[8], &found[9], &found[10],
+                          &to[0], &to[1], &to[2], &to[3], &to[4], &to[5], &to[6], &to[7], &to[8], &to[9]))
         return NULL;
-    PyObject** to[] = {&with.tensor,   &with.parameter,    &with.dtype,  &with.modes,
-                       &with.dispatch, &with.grad_enabled, &with.device, &with.stream,
-                       &with.allocate, &with.make_current, &with.fail};
-    for (int i = 0; i < 11; i++) Py_XSETREF(*to[i], Py_NewRef(found[i]));
-    with.launch = (LaunchKernel)(uintptr_t)launch;
-    with.replace_address = (ReplaceAddress)(uintptr_t)replace_address;
-    with.set_bytes = (SetBytes)(uintptr_t)set_bytes;
+    PyObject** objects[] = {&with.tensor,   &with.parameter,    &with.dtype,  &with.modes,
+                            &with.dispatch, &with.grad_enabled, &with.device, &with.stream,
+                            &with.allocate, &with.make_current, &with.fail};
+    for (int i = 0; i < 11; i++) Py_XSETREF(*objects[i], Py_NewRef(found[i]));
+    with.address = (ReadPointer)(uintptr_t)to[0];
+    with.dims = (ReadCount)(uintptr_t)to[1];
+    with.sizes = (ReadArray)(uintptr_t)to[2];
+    with.strides = (ReadArray)(uintptr_t)to[3];
+    with.dtype_of = (ReadNumber)(uintptr_t)to[4];
+    with.layout_of = (ReadNumber)(uintptr_t)to[5];
+    with.device_of = (ReadNumber)(uintptr_t)to[6];
+    with.launch = (LaunchKernel)(uintptr_t)to[7];
+    with.replace_address = (ReplaceAddress)(uintptr_t)to[8];
+    with.set_bytes = (SetBytes)(uintptr_t)to[9];
     Py_RETURN_NONE;
 }
 
+static PyObject* described(PyObject* self, PyObject* tensor) {
+    (void)self;
+    Tensor t;
+    if (with.tensor == NULL || !is_tensor(tensor) || read_tensor(tensor, &t)) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "described: not a dense tensor");
+        return NULL;
+    }
+    Py_ssize_t size = (Py_ssize_t)(t.dims * sizeof *t.sizes);
+    return Py_BuildValue("Kiy#y#", (unsigned long long)t.address, (int)t.device, t.sizes, size, t.strides,
+                         size);
+}
+
 static PyMethodDef methods[] = {
-    {"configure", configure, METH_VARARGS, "Say what the driver and PyTorch are. See replay.py."}, {NULL}};
+    {"configure", configure, METH_VARARGS, "Say what the driver and PyTorch are. See replay.py."},
+    {"described", described, METH_O, "A tensor's address, device, shape and strides, as replays read them."},
+    {NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT,
                                     "_replay",
@@ -682,14 +742,9 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT,
                                     NULL};
 
 PyMODINIT_FUNC PyInit__replay(void) {
-    str_dtype = PyUnicode_InternFromString("dtype");
-    str_shape = PyUnicode_InternFromString("shape");
-    str_stride = PyUnicode_InternFromString("stride");
-    str_data_ptr = PyUnicode_InternFromString("data_ptr");
+    str_cdata = PyUnicode_InternFromString("_cdata");
     str_requires_grad = PyUnicode_InternFromString("requires_grad");
-    str_numel = PyUnicode_InternFromString("numel");
     str_is_neg = PyUnicode_InternFromString("is_neg");
-    str_get_device = PyUnicode_InternFromString("get_device");
     if (PyType_Ready(&RecipeType) || PyType_Ready(&ReplayType)) return NULL;
     PyObject* made = PyModule_Create(&module);
     if (made == NULL || PyModule_AddObjectRef(made, "Recipe", (PyObject*)&RecipeType) ||

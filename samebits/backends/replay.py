@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -24,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from samebits.backends.modes import sees_calls
+from samebits.backends.modes import TESTED, sees_calls
+from samebits.backends.trace import Planned, Trace
 
 try:
     from samebits.backends import _replay  # type: ignore[attr-defined]
@@ -53,10 +53,7 @@ available: bool = _replay is not None
 # As in _replay.c:
 _PARAMS_AT = 128  # where parameters begin, after the CUlaunchConfig
 _MOST_TENSORS = 48  # arguments and allocations
-
-
-_Step = tuple[int, Callable[..., Tensor], tuple[Any, ...]]
-_Plan = Callable[[tuple[Any, ...], int | None], Callable[..., Any]]
+_READ = ("data_ptr", "dim", "sizes", "strides", "dtype", "layout")  # by PyTorch's stable functions for C
 
 
 class RefusedError(Exception):
@@ -118,7 +115,8 @@ def replayed(run: Callable[..., Any], *questions: Callable[[], Any]) -> Callable
     """`run`, a function of tensors and numbers, with replays of its calls on GPUs.
 
     With `questions`, calls are replayed only while all of them answer no. Those that autograd records have a
-    plan (:class:`Trace`) instead. Without, PyTorch's dispatcher, or code in its place, has seen to all that.
+    plan (:mod:`samebits.backends.trace`) instead. Without, PyTorch's dispatcher, or code in its place, has
+    seen to all that.
     """
     if _replay is None:
         return run
@@ -138,6 +136,7 @@ def configure(
     fail: Callable[[int, Any], None],
     *functions: Any,
     allocate: Callable[..., Tensor] | None = None,
+    device_of: Any = None,
 ) -> None:
     """Let calls be replayed. The CUDA backend calls it before its first launch.
 
@@ -146,11 +145,18 @@ def configure(
         fail: raises the driver's error of a code, in a launch of a kernel.
         functions: ``cuLaunchKernelEx``, ``cuTensorMapReplaceAddress`` and ``cuMemsetD8Async``.
         allocate: in place of PyTorch's ``_empty_strided_cuda``.
+        device_of: in place of ``aoti_torch_get_device_index``.
+
+    Raises:
+        RuntimeError: PyTorch's tensors are not what ``_replay.c`` knows.
     """
     if _replay is None:
         return
     guards: Any = torch._C._dynamo.guards
-    addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in functions)
+    torch_in_c = ctypes.CDLL(torch._C.__file__)  # which finds what PyTorch's other libraries export
+    reads = [getattr(torch_in_c, f"aoti_torch_get_{what}") for what in _READ]
+    reads.append(device_of or torch_in_c.aoti_torch_get_device_index)
+    addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in (*reads, *functions))
     _replay.configure(
         *(Tensor, torch.nn.Parameter, torch.dtype),
         *(sees_calls, torch._C._len_torch_dispatch_stack),
@@ -159,6 +165,11 @@ def configure(
         *(allocate or guards._empty_strided_cuda, make_current, fail),
         *addresses,
     )
+    with _disable_current_modes():
+        trial = torch.empty_strided((2, 3), (7, 2), dtype=torch.bfloat16, device="cpu")
+    shape, strides = (struct.pack("2q", *numbers) for numbers in (trial.shape, trial.stride()))
+    if _replay.described(trial) != (trial.data_ptr(), trial.get_device(), shape, strides):
+        raise RuntimeError(f"samebits: tensors of PyTorch {torch.__version__} cannot be read ({TESTED} can)")
 
 
 def _record(
@@ -180,74 +191,7 @@ def _record(
         here.recording, here.trace = before
 
 
-class Trace:
-    """What a call comes to, if that is one call of an operator: its *plan*.
-
-    A call that autograd records cannot be replayed. But which operator it calls, with which of the call's
-    arguments, or views of them, follows from what a recipe follows from. A plan calls that at once.
-
-    Attributes:
-        calls: of operators, their arguments, results and what plans ask (:func:`traced`).
-        views: tensors by their id; what each is a view of, and by which function with which arguments.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[tuple[Any, ...], Any, _Plan]] = []
-        self.views: dict[int, tuple[Tensor, Tensor, Callable[..., Tensor], tuple[Any, ...]]] = {}
-
-    def plan(self, given: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
-        """A function of the call's arguments. None: the call is more than one operator's."""
-        if len(self.calls) != 1:
-            return None
-        ((args, made, planned),) = self.calls
-        constants = tuple(x for x in args if not isinstance(x, Tensor))
-        numbers = iter(range(len(given), len(given) + len(constants)))
-        tensors: list[Any] = [*given, *(None for _ in constants)]
-        steps: list[_Step] = []
-        last: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
-        parts = made if isinstance(made, tuple) else ()
-        try:
-            places = [
-                self._place(x, tensors, steps) if isinstance(x, Tensor) else next(numbers) for x in args
-            ]
-            while result is not made and not any(result is x for x in parts):
-                _, result, view, rest = self.views[id(result)]
-                last.insert(0, (view, rest))
-        except KeyError:  # something else was computed
-            return None
-        part = next((i for i, x in enumerate(parts) if x is result), None)
-        pick: Any = operator.itemgetter(*places)
-        if len(places) == 1:  # else it picks a tuple
-            pick = operator.itemgetter(slice(places[0], places[0] + 1))
-        run: Callable[..., Any] | None = None
-
-        def plan(*given: Any) -> Any:
-            nonlocal run
-            values = given + constants
-            for at, view, rest in steps:
-                values += (view(values[at], *rest),)
-            wanted = pick(values)
-            if run is None:  # all calls of a plan have the same
-                run = planned(wanted, part)
-            result = run(*wanted)
-            for view, rest in last:
-                result = view(result, *rest)
-            return result
-
-        return plan
-
-    def _place(self, x: Tensor, tensors: list[Any], steps: list[_Step]) -> int:
-        """The index of `x` in `tensors`, behind which go the views that lead to it."""
-        for i, known in enumerate(tensors):
-            if known is x:
-                return i
-        _, of, view, rest = self.views[id(x)]
-        steps.append((self._place(of, tensors, steps), view, rest))
-        tensors.append(x)
-        return len(tensors) - 1
-
-
-def traced(run: Callable[..., Any], args: tuple[Any, ...], planned: _Plan) -> Any:
+def traced(run: Callable[..., Any], args: tuple[Any, ...], planned: Planned) -> Any:
     """``run(*args)``, by which an operator runs, noted in the trace of this thread.
 
     Plans ask ``planned(args, part)`` for a function that does the same where a mode may be on. It returns one

@@ -29,6 +29,7 @@ INFO = devices.DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 232448, 60 << 20)
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
 _LAUNCH = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER, _POINTER, _POINTER)
 _REPLACE = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER)
+_READ = ctypes.CFUNCTYPE(_NUMBER, _POINTER, ctypes.POINTER(ctypes.c_int32))
 _SET = ctypes.CFUNCTYPE(_NUMBER, ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, _POINTER)
 
 
@@ -139,6 +140,15 @@ def _zero(*_: object) -> int:
     return 0
 
 
+def _zero_at(tensor: int, found: Any) -> int:
+    found[0] = 0
+    return 0
+
+
+device_of = _READ(_zero_at)
+"""The index of a tensor's device, as replays ask for it."""
+
+
 def _stream(device: int) -> int:
     return 77
 
@@ -174,7 +184,8 @@ def fake_gpu() -> Iterator[FakeGpu]:
         for patch in patches:
             patch.start()
         functions = gpu._callbacks
-        replay.configure(driver.make_context_current, runtime._fail, *functions, allocate=gpu.allocate)
+        make_current, fail = driver.make_context_current, runtime._fail
+        replay.configure(make_current, fail, *functions, allocate=gpu.allocate, device_of=device_of)
         yield gpu
     finally:
         for patch in reversed(patches):

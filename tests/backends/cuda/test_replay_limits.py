@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import gc
 import struct
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
@@ -19,7 +21,7 @@ from samebits.backends.cuda import driver, rows, runtime
 from samebits.ops import linear_logp, reduce
 from tests.backends.cuda.test_replay import BF16, F32, KEY, ids, replays, t
 from tests.mode.test_plans import of_operators
-from tests.support.fake_gpu import FakeGpu, fake_gpu
+from tests.support.fake_gpu import FakeGpu, device_of, fake_gpu
 
 
 @pytest.fixture
@@ -91,7 +93,8 @@ def test_pieces_share_memory_in_replays(gpu: FakeGpu, monkeypatch: pytest.Monkey
     like, new = torch.empty_like, Tensor.new_empty
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: count(like(*a, **k)))
     monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: count(new(*a, **k)))
-    replay.configure(driver.make_context_current, runtime._fail, *gpu._callbacks, allocate=allocate)
+    make_current, fail = driver.make_context_current, runtime._fail
+    replay.configure(make_current, fail, *gpu._callbacks, allocate=allocate, device_of=device_of)
     monkeypatch.setattr(linear_logp, "_STATISTICS", 1 << 17)
     call: Any = linear_logp._operator._cuda
     for tokens in (1024, 8192):
@@ -139,6 +142,69 @@ def test_a_tensor_is_not_its_metadata(gpu: FakeGpu) -> None:
         call(x, y)
     with pytest.raises(AssertionError):
         call(x, BF16, (4, 256), (256, 1), (y.data_ptr() & 15) << 8 | 1)
+
+
+def test_every_part_of_a_call_is_in_its_key(gpu: FakeGpu) -> None:
+    call, x, y = replay.replayed(lambda *args, **named: None), t(4, 256), t(4, 256)
+    wide, row = torch.ones(4, 257, dtype=BF16), torch.ones(1024, dtype=BF16)
+    calls: list[tuple[Any, ...]] = [
+        *((x,), (x, None), (x, x), (x, y), (None, x), (x, None, None), (wide[:, 1:],), (wide[:, :256],)),
+        *(
+            (row,),
+            (row.view(2, 512),),
+            (row.view(1, 4, 256),),
+            (x.float(),),
+            (x.half(),),
+            (x.view(torch.int16),),
+        ),
+        *((x, 0), (x, 0.0), (x, -0.0), (x, False), (x, True), (x, 1), (x, 1.0), (x, 256), (x, -1), (x, "1")),
+        *((x, ""), (x, "", ""), (x, '"'), (x, "1", "2"), (x, "12"), (x, "é"), (x, BF16), (x, F32)),
+        *((x, ()), (x, (1,)), (x, (1, 2)), (x, (1,), 2), (x, 1, 2), (x, (1, None)), (x, ("1",)), (x, (1.0,))),
+        *((x, (True,)), (x, (BF16,)), (x, 2**40), (x, 2**40 + 1)),
+    ]
+    for args in calls:
+        call(*args)
+    for named in ({"a": 1}, {"b": 1}, {"a": 1, "b": 2}, {"ab": 1}, {"a": "b"}):
+        call(x, **named)
+    assert len(call.recipes) == len(calls) + 5
+    call(t(4, 256), [1, 2])
+    call(t(4, 256).requires_grad_())  # PyTorch has looked at that before
+    assert len(call.recipes) == len(calls) + 5
+    for unknown in (2**70, [[1]], ((1,),), {}, object(), t(4, 256).to("meta"), 1j, (x,)):
+        call(x, unknown)
+    call(torch.ones((1,) * 65, dtype=BF16))
+    call(x, "long" * 1024)
+    assert len(call.recipes) == len(calls) + 5
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_replays_keep_nothing(gpu: FakeGpu, records: bool) -> None:
+    x, w = t(4, 256).requires_grad_(records), t(1, 256)[0].requires_grad_(records)
+
+    def run(times: int) -> int:
+        for _ in range(times):
+            gpu.start()
+            out = F.layer_norm(x, (256,), w, w)
+            if records:
+                torch.autograd.grad(out, [x, w], out.detach())
+            with pytest.raises(TypeError):
+                call(x, 2**70, {})
+        gpu.start()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    call = replay.replayed(lambda x: None)
+    with samebits.batch_invariant("error"):
+        before = run(300)
+        assert run(300) - before < 200  # one for each call would be 300
+
+
+def test_a_pytorch_whose_tensors_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not replay.available:
+        pytest.skip("the extension was not built")
+    monkeypatch.setattr("samebits.backends.replay._replay.described", lambda tensor: (0, 0, b"", b""))
+    with pytest.raises(RuntimeError, match="cannot be read"), fake_gpu():
+        pass
 
 
 Pair = collections.namedtuple("Pair", "a b")
