@@ -28,6 +28,7 @@ __all__ = [
     "Norm",
     "NormRotary",
     "Rotary",
+    "own_class",
     "plain",
     "subclass",
     "unhooked",
@@ -63,7 +64,7 @@ def subclass(kind: type[nn.Module], name: str, method: Callable[..., Any]) -> ty
     A pickle has `kind` itself, which can be imported; a copy stays fused.
     """
 
-    own: Any = getattr(kind, "_samebits_own", kind)
+    own: Any = own_class(kind)
 
     def reduce(self: Any, protocol: Any) -> Any:
         return _made, (own,), self.__dict__
@@ -83,6 +84,12 @@ def subclass(kind: type[nn.Module], name: str, method: Callable[..., Any]) -> ty
         given["__deepcopy__"] = deepcopy
     fused: Any = type(kind)(kind.__name__, (kind,), given)  # type: ignore[misc]
     return fused  # type: ignore[no-any-return]
+
+
+def own_class(kind: type) -> type:
+    """The class of which this one is the fused form, or itself."""
+    found: type = getattr(kind, "_samebits_own", kind)
+    return found
 
 
 def _made(kind: Any) -> Any:
@@ -181,7 +188,7 @@ class Gate:
     """An activation and a product: :func:`samebits.gated`.
 
     Attributes:
-        kind: the class of the activation's module; or the function itself.
+        kind: the class of the activation's module, before it was fused; or the function itself.
         activation: as :func:`samebits.gated` calls it.
         proven: device and dtype.
     """
@@ -202,7 +209,7 @@ class Gate:
         def gate_and_product(act: Any, gate: Any, up: Any) -> Tensor:
             if active():
                 if (
-                    (type(act) is kind and unhooked(act) if isinstance(kind, type) else act is kind)
+                    (act is kind or (own_class(type(act)) is kind and unhooked(act)))
                     and plain(gate)
                     and plain(up)
                     and gate.shape == up.shape

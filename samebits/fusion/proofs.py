@@ -15,7 +15,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from samebits.fusion.forms import Gate, GateOfExperts, Kind, Norm, NormRotary, Rotary, subclass
+from samebits.fusion.forms import (
+    Gate,
+    GateOfExperts,
+    Kind,
+    Norm,
+    NormRotary,
+    Rotary,
+    own_class,
+    subclass,
+)
 from samebits.fusion.probe import (
     DTYPES,
     DiffersError,
@@ -144,7 +153,7 @@ def _with(module: nn.Module, name: str | None, weight: Tensor | None, run: Calla
 
 
 def _prove_gate(act: Callable[..., Any], device: torch.device) -> tuple[Gate | None, str]:
-    kind = type(act) if isinstance(act, nn.Module) else act
+    kind = own_class(type(act)) if isinstance(act, nn.Module) else act
     best, why = None, "no activation of samebits.gated has its bits"
     for activation in ("silu", "gelu", "gelu_tanh", "sigmoid", "relu", "relu2"):
         proven = []

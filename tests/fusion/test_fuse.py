@@ -280,6 +280,31 @@ def test_what_was_not_called_is_left() -> None:
     }
 
 
+class Sigmoid(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x) * torch.ones_like(x)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x) * x
+
+
+def test_a_gate_whose_activation_is_fused_itself(calls: Counter[str]) -> None:
+    layer, x = Gated(), torch.randn(5, 16)
+    fusion = samebits.fuse(layer, (x,))
+    assert {f.kind for f in fusion.fused} == {"Sigmoid", "Gated"}
+    assert not fusion.left
+    calls.clear()
+    with batch_invariant():
+        layer(x)
+    assert calls["gated"] == 1, "the product has the activation in it"
+
+
 def test_operands_that_were_not_proven_take_the_own_code(calls: Counter[str]) -> None:
     layer = Layer().bfloat16()
     samebits.fuse(layer, (torch.randn(2, 4, 16).bfloat16(), torch.randn(16).bfloat16()))
