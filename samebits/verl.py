@@ -14,6 +14,9 @@ or, for every process, its environment: ``VERL_USE_EXTERNAL_MODULES=samebits.ver
   engine's. verl rounds both to 16 bits. So do its fused kernels (``use_fused_kernels``), in whose place the
   head runs in pieces. Words that the tokenizer does not have count nothing, since verl's rollout never
   samples them.
+* **A head in float32**, if both ``model.override_config.head_dtype`` and
+  ``rollout.engine_kwargs.vllm.hf_overrides.head_dtype`` say so: logits are not rounded to 16 bits.
+* **Fused layers**, if ``model.override_config.samebits_fuse=True``: those of :func:`samebits.fuse`.
 * **Metrics.** ``training/rollout_probs_diff_*`` are verl's own. ``samebits/*`` beside them count tokens whose
   log-probs have other bits, and bound the importance ratios.
 
@@ -22,6 +25,7 @@ Settings that have no equal bits are refused by name, when a worker builds what 
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -35,7 +39,9 @@ from samebits.engines.logprobs import of_hidden, without_words
 from samebits.engines.parity import ratios
 from samebits.engines.plugin import Plugin
 from samebits.engines.refusals import RefusedError
+from samebits.fusion import fuse
 from samebits.mode import batch_invariant
+from samebits.nn import convert
 from samebits.ops.logp import logp
 from samebits.transformers import register
 
@@ -49,10 +55,12 @@ class _State:
 
     Attributes:
         words: of the running engine's tokenizer.
+        head: dtype of its logits, if it is not that of the model.
         dtype: in which the actor computes.
     """
 
     words: int | None = None
+    head: torch.dtype | None = None
     dtype: torch.dtype | None = None
 
 
@@ -75,7 +83,7 @@ def enable() -> None:
 def disable() -> None:
     """Put everything back."""
     _plugin.disable()
-    _state.words = _state.dtype = None
+    _state.words = _state.dtype = _state.head = None
 
 
 def is_enabled() -> bool:
@@ -148,6 +156,7 @@ def _init(own: Any, self: Any, model_config: Any, engine_config: Any, *args: Any
     fused = model_config.use_fused_kernels
     backend = (model_config.fused_kernel_options or {}).get("impl_backend")
     qat = getattr(engine_config, "qat", None)
+    dtype = getattr(config, "head_dtype", None)
     merged = "the rollout gets other weights than the actor's layers have"
     off = "turn it off"
     for refused, what, reason, remedy in (
@@ -163,6 +172,18 @@ def _init(own: Any, self: Any, model_config: Any, engine_config: Any, *args: Any
             fused and backend == "triton",
             *("fused_kernel_options.impl_backend='triton'", "its sums have another order", "set it to torch"),
         ),
+        (
+            dtype not in (None, "model", "float32"),
+            *(f"head_dtype={dtype!r}", "heads compute in the model's dtype or in float32", "give 'float32'"),
+        ),
+        (
+            getattr(config, _FUSE, False) and engine_config.strategy != "fsdp2",
+            *(
+                _FUSE,
+                "FSDP1 wraps modules by one class, and fused ones may have several",
+                "set strategy=fsdp2",
+            ),
+        ),
         (fused and head, f"use_fused_kernels with {head}", "verl leaves that out of its fused head", off),
     ):
         if refused:
@@ -173,8 +194,44 @@ def _init(own: Any, self: Any, model_config: Any, engine_config: Any, *args: Any
 
 
 def _build_module(own: Any, self: Any) -> Any:
-    self.model_config.hf_config._attn_implementation = "samebits"
-    return own(self)
+    config = self.model_config.hf_config
+    config._attn_implementation = "samebits"
+    asked = vars(config).pop(_FUSE, False)  # verl puts there what overrides it. It is no part of a checkpoint
+    module = own(self)
+    if _head(config) is not None and self.model_config.model_type == "language_model":
+        convert(module.get_output_embeddings(), out_dtype=_head(config))
+    if asked:
+        _fuse_as_a_twin(self, module)
+    return module
+
+
+_FUSE = "samebits_fuse"
+
+
+def _head(config: Any) -> torch.dtype | None:
+    """The dtype of logits, if it is not that of the model."""
+    return torch.float32 if getattr(config, "head_dtype", None) == "float32" else None
+
+
+def _fuse_as_a_twin(engine: Any, module: Any) -> None:
+    """Fuse a module whose weights are on a CPU, or nowhere yet, by what is proven where it will run.
+
+    :func:`samebits.fuse` proves it of another model of the same configuration, on the engine's device. It has
+    random weights, in 16 bits, and is dropped then.
+    """
+    from verl.utils.device import get_device_name
+
+    config = copy.deepcopy(module.config)
+    with torch.device(get_device_name()):
+        twin = type(module)._from_config(config, dtype=torch.bfloat16)
+    own = {name: type(m) for name, m in twin.named_modules()}
+    fusion = fuse(twin)
+    for name, m in twin.named_modules():
+        mine = module.get_submodule(name)
+        if type(mine) is own[name] and "forward" not in vars(mine):
+            mine.__class__ = type(m)
+    if engine.rank == 0:
+        print(f"samebits.verl: {fusion}")
 
 
 def _build_fsdp_module(own: Any, self: Any, module: Any) -> Any:
@@ -186,13 +243,14 @@ def _build_fsdp_module(own: Any, self: Any, module: Any) -> Any:
 
 def _run(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A step of the engine, in the mode."""
-    before, tokenizer = _state.words, self.model_config.tokenizer
+    before, tokenizer = (_state.words, _state.head), self.model_config.tokenizer
     _state.words = None if tokenizer is None else len(tokenizer)
+    _state.head = _head(self.model_config.hf_config)
     try:
         with batch_invariant("error"):
             return own(self, *args, **kwargs)
     finally:
-        _state.words = before
+        _state.words, _state.head = before
 
 
 # Settings of verl's rollout, the values that are covered, and what the others do.
@@ -211,6 +269,13 @@ _COVERED = (
 
 def _rollout(own: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse a rollout that has other log-probs than the actor."""
+    model_config = kwargs.get("model_config", args[0] if args else None)
+    engine = ((config.engine_kwargs or {}).get("vllm") or {}).get("hf_overrides") or {}
+    actor = getattr(model_config, "override_config", None) or {}
+    if actor.get("head_dtype") != engine.get("head_dtype"):
+        got = f"{actor.get('head_dtype')!r}: the rollout's is {engine.get('head_dtype')!r}"
+        remedy = "set rollout.engine_kwargs.vllm.hf_overrides.head_dtype to the same, 'float32' or none"
+        _refuse("model.override_config.head_dtype", got, remedy)
     for name, values, reason in _COVERED:
         value = getattr(config, name, values[0])
         if value not in values:
@@ -250,6 +315,7 @@ def _fused(
         float(temperature),
         words=_state.words,
         entropy=True,
+        out_dtype=_state.head,
     )
     assert entropy is not None
     return log_probs.view(shape), entropy.view(shape)

@@ -6,10 +6,11 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,10 @@ def sequences() -> list[list[int]]:
     return [torch.randint(2, WORDS, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
+def has_float32_logits(made: Any) -> bool:
+    return getattr(made.module.get_output_embeddings(), "out_dtype", None) == torch.float32
+
+
 def log_probs(made: Any, asked: list[list[int]], **options: Any) -> list[Tensor]:
     """Of each sequence, all tokens but the first."""
     with made.eval_mode():
@@ -153,7 +158,9 @@ def differing(a: list[Tensor], b: list[Tensor]) -> int:
     return sum(int((x.view(torch.int32) != y.view(torch.int32)).sum()) for x, y in pairs)
 
 
-def expected(folder: Path, asked: list[list[int]], temperature: float) -> list[Tensor]:
+def expected(
+    folder: Path, asked: list[list[int]], temperature: float, head: torch.dtype | None = None
+) -> list[Tensor]:
     """Of the model of ``transformers``, one sequence at a time, with the tokenizer's words alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -161,6 +168,7 @@ def expected(folder: Path, asked: list[list[int]], temperature: float) -> list[T
     samebits.transformers.register()
     options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "samebits"}
     model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    samebits.convert(model.lm_head, out_dtype=head)
     found = []
     with torch.no_grad(), samebits.batch_invariant("error"):
         for ids in asked:
@@ -190,20 +198,72 @@ def test_log_probs_are_those_of_the_model_however_they_are_batched(
 
 
 @pytest.mark.long
-def test_steps_train_and_repeat(folder: Path, group: None, on: ModuleType) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["logits", "fused"])
+def test_a_head_in_float32(
+    folder: Path, tied: Path, group: None, on: ModuleType, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    folder, asked = tied if fused else folder, sequences()
+    own, narrow = expected(folder, asked, 0.7, torch.float32), expected(folder, asked, 0.7)
+    assert differing(own, narrow) > 0
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward)
+    made = engine(folder, fused=fused, override_config={"head_dtype": "float32"})
+    assert has_float32_logits(made)
+    given = log_probs(made, asked, rows=3, packed=True, fused=fused, temperature=0.7)
+    assert differing(given, own) == 0
+
+
+def trained(folder: Path, steps: int, **options: Any) -> list[Tensor]:
+    """Weights after so many steps."""
+
     def loss(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
         return -model_output["log_probs"].values().sum() / 100, {}
 
-    def trained(steps: int) -> list[Tensor]:
-        made = engine(folder)
-        for _ in range(steps):
-            with made.train_mode():
-                data = batch(sequences(), rows=3, packed=True, fused=False, temperature=0.7)
-                made.forward_backward_batch(data, loss)
-                assert made.optimizer_step() > 0
-        return [p.full_tensor().detach() for p in made.module.parameters()]
+    made = engine(folder, **options)
+    for _ in range(steps):
+        with made.train_mode():
+            data = batch(sequences(), rows=3, packed=True, fused=False, temperature=0.7)
+            made.forward_backward_batch(data, loss)
+            assert made.optimizer_step() > 0
+    return [p.full_tensor().detach() for p in made.module.parameters()]
 
-    first, again, before = trained(2), trained(2), trained(0)
+
+@pytest.mark.long
+def test_fused_layers_have_the_same_bits(
+    folder: Path, group: None, on: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from samebits.fusion import forms
+
+    calls: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        own = getattr(forms, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(forms, name, counted)
+
+    for name in ("add_rms_norm", "rotary", "gated"):
+        count(name)
+    options = {"override_config": {"samebits_fuse": True}}
+    made = engine(folder, **options)
+    assert not hasattr(made.model_config.hf_config, "samebits_fuse"), "it would be in every checkpoint"
+    calls.clear()
+    given = log_probs(made, sequences(), rows=3, packed=True, fused=False, temperature=0.7)
+    layers, batches = 2, 2
+    each = layers * batches
+    assert calls == {"add_rms_norm": 2 * each + batches, "rotary": each, "gated": each}
+    assert differing(given, expected(folder, sequences(), 0.7)) == 0
+    ours, own = trained(folder, 2, **options), trained(folder, 2)
+    assert all(torch.equal(a, b) for a, b in zip(ours, own, strict=True))
+
+
+@pytest.mark.long
+def test_steps_train_and_repeat(folder: Path, group: None, on: ModuleType) -> None:
+    first, again, before = trained(folder, 2), trained(folder, 2), trained(folder, 0)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(first, before, strict=True))
 
@@ -224,9 +284,10 @@ def test_a_fused_head_of_a_shard_is_refused(
     [
         ({"lora_rank": 8}, "LoRA"),
         ({"use_liger": True}, "use_liger"),
+        ({"override_config": {"head_dtype": "float16"}}, "head_dtype='float16'"),
         ({"fused": True, "fused_kernel_options": {"impl_backend": "triton"}}, "impl_backend='triton'"),
     ],
-    ids=["lora", "liger", "triton"],
+    ids=["lora", "liger", "head", "triton"],
 )
 def test_what_has_no_equal_bits_is_refused(
     folder: Path, group: None, on: ModuleType, options: dict[str, Any], message: str
@@ -242,6 +303,11 @@ def test_a_rollout_with_other_log_probs_is_refused(on: ModuleType) -> None:
     kind = type("Rollout", (BaseRollout,), dict.fromkeys(BaseRollout.__abstractmethods__))
     fine = RolloutConfig(name="vllm", mode="async", temperature=0.7)
     kind(fine, None, None)
+    wide = SimpleNamespace(override_config={"head_dtype": "float32"})
+    with pytest.raises(RefusedError, match=r"head_dtype: 'float32': the rollout's is None"):
+        kind(fine, wide, None)
+    overrides = {"vllm": {"hf_overrides": {"head_dtype": "float32"}}}
+    kind(replace(fine, engine_kwargs=overrides), wide, None)
     for setting in ({"top_p": 0.9}, {"top_k": 20}, {"logprobs_mode": "raw_logprobs"}, {"name": "sglang"}):
         with pytest.raises(RefusedError, match=f"rollout.{next(iter(setting))}="):
             kind(replace(fine, **setting), None, None)
