@@ -225,19 +225,19 @@ def operations() -> int:
 def segments() -> int:
     """Products in segments, batches of them, with a bias, and their gradients."""
     count = 0
-    for segments, dtype in ((2, F16), (8, F16), (64, F32)):
-        shapes = (3, 2 * segments), (segments, 2 * segments), (segments,)
-        batch = (2, 3, 2 * segments), (2, 2 * segments, segments)
-        for kind, contract in (("special", FMA), ("whole", ON_HOPPER)):
-            if contract is not FMA and dtype == F32:
-                continue
-            make = whole_values if kind == "whole" else values
-            for call, sizes in ((samebits.linear, shapes), (samebits.bmm, batch)):
-                inputs = [make(kind, s, dtype, seed, "cpu") for seed, s in enumerate(sizes)]
-                want = gradients(call, inputs, contract.segmented(segments))
-                with by_triton():
-                    got = gradients(call, inputs, contract.segmented(segments))
-                count += compare(got, want, f"{segments} segments, {contract}")
+    calls = samebits.linear, samebits.bmm
+    makes: list[tuple[Contract, Callable[..., Any]]] = [(ON_HOPPER, whole_values), (FMA, values)]
+    cases = [(*case, *of) for of in makes for case in ((2, F16), (8, F16), (64, F32))]
+    cases.remove((64, F32, *makes[0]))  # tensor cores take 16 bits
+    for call, (segments, dtype, contract, make) in some(calls, cases):
+        sizes: tuple[tuple[int, ...], ...] = (3, 2 * segments), (segments, 2 * segments), (segments,)
+        if call is samebits.bmm:
+            sizes = (2, 3, 2 * segments), (2, 2 * segments, segments)
+        inputs = [make("special", s, dtype, seed, "cpu") for seed, s in enumerate(sizes)]
+        want = gradients(call, inputs, contract.segmented(segments))
+        with by_triton():
+            got = gradients(call, inputs, contract.segmented(segments))
+        count += compare(got, want, f"{segments} segments, {contract}")
     partials = values("wide", (2, 5, 7), F32, 1)
     want = partials[0] + partials[1]
     matmul.tree_later(partials[0], partials)()
@@ -268,12 +268,8 @@ def log_probabilities() -> int:
     shapes = (9, 7), (300, 7), (300,)
     target = torch.tensor([0, 299, -100, 5, 130, 7, 128, 299, -100])
     spans = torch.tensor([0, 4, 4, 9])
-    for kind, dtype, size in (
-        ("normal", F32, 1 << 20),
-        ("wide", F16, 1),
-        ("special", F32, 1),
-        ("special", F16, 1 << 20),
-    ):
+    cases = ("special", F32, 1), ("normal", F32, 1 << 20), ("special", F16, 1 << 20), ("wide", F16, 1)
+    for kind, dtype, size in cases if parts == 1 else cases[::2]:
         hidden, weight, bias = (values("normal", shape, dtype, i) for i, shape in enumerate(shapes))
         hidden[1], weight[290:], bias[:3] = (values(kind, s, dtype, 3) for s in ((7,), (10, 7), (3,)))
         grads = [values("normal", (9,), F32, seed) for seed in (4, 5)]
@@ -399,8 +395,7 @@ def patched_once() -> Iterator[None]:
 
 PARTS = {
     "products": (fma, wrong_spans, tensor_core, operations, segments),
-    "logp": (given_logits, log_probabilities, tensor_core_log_probabilities),
-    "verification": (verification,),
+    "logp": (given_logits, log_probabilities, tensor_core_log_probabilities, verification),
 }
 
 if __name__ == "__main__":

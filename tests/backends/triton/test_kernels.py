@@ -524,10 +524,9 @@ def test_torch_compile_compiles_nothing_for_a_new_number_of_rows(
     ("part", "every", "least"),  # parts run side by side
     [
         ("products", 3, 180),
-        ("logp", 3, 90),
-        ("verification", 1, 400),
+        ("logp", 3, 450),
         pytest.param("products", 1, 500, marks=pytest.mark.nightly),
-        pytest.param("logp", 1, 180, marks=pytest.mark.nightly),
+        pytest.param("logp", 1, 550, marks=pytest.mark.nightly),
     ],
 )
 def test_indices_in_the_interpreter(part: str, every: int, least: int) -> None:
