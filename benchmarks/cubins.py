@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -72,7 +72,7 @@ from samebits.backends.cuda.products import (
     tiny,
 )
 from samebits.contract import INTERPOLATION, POLYNOMIAL
-from samebits.ops.gated import Activation
+from samebits.ops.gated import ACTIVATIONS
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -390,7 +390,7 @@ def fused_layers() -> Iterator[Kernel]:
                 yield each(rows.kernel_spec(entry, x, out, param, schedule))
     forms = ("ALONE", BF16), ("APART", F16), ("ALTERNATING", F32), ("APART", BF16)
     entries = "gated", "gated_backward"
-    for entry, activation, (form, x) in itertools.product(entries, get_args(Activation), forms):
+    for entry, activation, (form, x) in itertools.product(entries, ACTIVATIONS, forms):
         for vector in (1, 16 // x.itemsize):
             if form != "ALONE" or activation != "gpt_oss":
                 yield each(gated.kernel_spec(entry, x, activation, form, vector))

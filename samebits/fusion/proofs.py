@@ -36,6 +36,7 @@ from samebits.fusion.probe import (
     rows,
     weights,
 )
+from samebits.ops.activation import POINTWISE
 
 __all__ = ["Forms"]
 
@@ -155,7 +156,7 @@ def _with(module: nn.Module, name: str | None, weight: Tensor | None, run: Calla
 def _prove_gate(act: Callable[..., Any], device: torch.device) -> tuple[Gate | None, str]:
     kind = own_class(type(act)) if isinstance(act, nn.Module) else act
     best, why = None, "no activation of samebits.gated has its bits"
-    for activation in ("silu", "gelu", "gelu_tanh", "sigmoid", "relu", "relu2"):
+    for activation in POINTWISE:
         proven = []
         for dtype in DTYPES:
             at = (device.type, dtype)
@@ -182,9 +183,7 @@ def _prove_gate_of_experts(module: Any, device: torch.device) -> tuple[GateOfExp
     numbers = [n for n, v in vars(module).items() if isinstance(v, float | int) and not isinstance(v, bool)]
     limits: list[str | None] = [None, *(n for n in numbers if "limit" in n)]
     alphas = [n for n in numbers if "alpha" in n]
-    candidates = [
-        GateOfExperts(own, a, False, n, None) for a in ("silu", "gelu", "gelu_tanh", "relu2") for n in limits
-    ]
+    candidates = [GateOfExperts(own, a, False, n, None) for a in POINTWISE for n in limits]
     candidates += [
         GateOfExperts(own, "gpt_oss", turns, limit, alpha)
         for turns in (True, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,10 @@ from samebits.ops._fused import backend, check_tensors
 from samebits.ops._operator import Operator, refuse_third_derivatives
 from samebits.ops._rows import rounded
 
+Pointwise = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu", "relu2"]
+"""Activations that :func:`activation` and :func:`samebits.gated` have: functions of one value."""
+POINTWISE: tuple[Pointwise, ...] = get_args(Pointwise)
+
 
 def activation(x: Tensor, name: str) -> Tensor:
     """An elementwise function with one set of bits on all devices: ``docs/contract.md``, "Fused layers".
@@ -22,8 +26,7 @@ def activation(x: Tensor, name: str) -> Tensor:
 
     Args:
         x: bfloat16, float16 or float32, any shape and strides.
-        name: ``"silu"``, ``"sigmoid"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, ``"relu2"`` or
-            ``"softplus"``.
+        name: one of `POINTWISE`, or ``"softplus"``.
 
     Returns:
         The values, rounded to the dtype of `x`, contiguous.

@@ -10,10 +10,11 @@ from torch import Tensor
 from samebits.ops._checks import shape
 from samebits.ops._fused import backend, check_out, check_tensors, refuse_gradients
 from samebits.ops._operator import Operator, refuse_second_derivatives
+from samebits.ops.activation import Pointwise
 
 _OP = "gated"
-Activation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu", "relu2", "gpt_oss"]
-_ACTIVATIONS = get_args(Activation)
+Activation = Literal[Pointwise, "gpt_oss"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 def gated(
@@ -69,8 +70,8 @@ def gated(
     kept. Second derivatives are not implemented.
     """
     bypass = check_tensors(_OP, gate=gate, up=up)
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"samebits.{_OP}: activation: expected one of {_ACTIVATIONS}, got {activation!r}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"samebits.{_OP}: activation: expected one of {ACTIVATIONS}, got {activation!r}")
     if limit is not None and not limit > 0:
         raise ValueError(f"samebits.{_OP}: limit: expected a number above 0, or None, got {limit}")
     if up is None:

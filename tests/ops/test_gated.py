@@ -16,7 +16,9 @@ from samebits import gated
 from samebits.backends.cuda import compiler
 from samebits.backends.cuda import gated as host
 from samebits.backends.reference import fused as reference
+from samebits.ops.activation import _FUNCTIONS as PYTORCH
 from samebits.ops.activation import activation as activated
+from samebits.ops.gated import ACTIVATIONS
 from samebits.testing import assert_same_bits
 from tests.support import naive_fused
 from tests.support.cubins import resources
@@ -25,7 +27,6 @@ from tests.support.naive_bits import NAMES, rounded
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [F32, BF16, F16]
-ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "sigmoid", "relu", "relu2", "gpt_oss"]
 on_devices = pytest.mark.parametrize("device", DEVICES)
 in_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -88,14 +89,6 @@ EXACT = {
     ("gelu", F16): (216, 152),
     ("gelu_tanh", BF16): (4, 0),
     ("gelu_tanh", F16): (29, 3),
-}
-PYTORCH: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": torch.relu,
-    "relu2": lambda x: torch.relu(x).square(),
 }
 
 

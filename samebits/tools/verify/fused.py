@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from samebits.ops import activation as alone
 from samebits.ops.add_rms_norm import add_rms_norm
 from samebits.ops.expand import sum_over_broadcast
-from samebits.ops.gated import Activation, gated
+from samebits.ops.gated import ACTIVATIONS, gated
 from samebits.ops.logp import gather_logp
 from samebits.ops.norm_rotary import norm_rotary
 from samebits.ops.rotary import rotary
@@ -75,7 +75,6 @@ _FORMS: tuple[dict[str, Any], ...] = ({}, {"rounding": "once"}, {"rounding": "on
 _TURNED = ((64, 64), (128, 128), (96, 32), (40, 16), (9, 6))
 _LAYOUTS = ("halves", "pairs", "pairs to halves")
 _GRADIENTS = ("rounded", "wide", "split")
-_ACTIVATIONS = get_args(Activation)
 _OF_IDS = ((1, 1, 1), (3, 129, 5), (2, 9000, 21), (1, 150_000, 2), (70, 1000, 300), (1100, 300, 1))
 
 
@@ -278,7 +277,7 @@ def _norm_rotated(
 
 def _gates(times: int) -> Iterator[FusedCase]:
     numbers = itertools.count()
-    for dtype, activation, kind in itertools.product(DTYPES, _ACTIVATIONS, KINDS):
+    for dtype, activation, kind in itertools.product(DTYPES, ACTIVATIONS, KINDS):
         for rows, n in ((5, 64), (3, 37), (300, 520), (2, 14336))[: 2 + times]:
             draw = partial(_drawn, kind, ((rows, 2 * n), dtype))
             limit = 2.5 if activation == "gpt_oss" else None
@@ -287,7 +286,7 @@ def _gates(times: int) -> Iterator[FusedCase]:
             if next(numbers) % 5 == 0 or times > 1:  # they take the CPU longer
                 run = partial(_gate_gradients, activation, limit)
                 yield FusedCase("gated", "gradients", f"{activation}, {name}", draw, run)
-    for dtype, activation in itertools.product((BF16, F16), _ACTIVATIONS):
+    for dtype, activation in itertools.product((BF16, F16), ACTIVATIONS):
         draw, name = partial(_every_value, dtype), f"{activation}, {dtype}"
         yield FusedCase("gated", "every value", name, draw, partial(_gated, activation, None))
         yield FusedCase("gated", "every value", name, draw, partial(_gate_gradients, activation, None))
@@ -346,7 +345,7 @@ def _activations(x: Tensor) -> Results:
     found = []
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        for name in ("silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2"):
+        for name in alone.POINTWISE:
             y = alone.activation(leaf, name)
             found += [y.detach(), *torch.autograd.grad(y, leaf, x.flip(0))]
     return tuple(found)
