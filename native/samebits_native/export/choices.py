@@ -196,7 +196,7 @@ def layout_tables(
                 continue
             cells = [
                 _best(layout.gemm(point, BATCH, output), kernels, sms)
-                for point in itertools.product(sizes.batched, repeat=3)
+                for point in _points(*(sizes.batched,) * 3)
             ]
             yield layout, output, True, Table3((sizes.batched,) * 3, cells)
 
