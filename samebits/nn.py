@@ -22,6 +22,7 @@ from samebits.ops._sequences import sequences
 from samebits.ops.fp8_linear import fp8_linear
 from samebits.ops.fp8_linear import product as fp8_product
 from samebits.ops.linear import linear
+from samebits.transformers import are_experts, are_in_fp8, compute_in_fp8, why_not_in_fp8
 
 __all__ = ["Conversion", "Linear", "Unconverted", "convert"]
 
@@ -298,7 +299,7 @@ class Conversion:
 
     def __str__(self) -> str:
         counts = {
-            "linear layers converted": self.converted,
+            "layers converted": self.converted,
             "converted before": self.already,
             "left as they are": self.unconverted,
         }
@@ -323,11 +324,17 @@ def convert(
     report names each of them, with the reason. Code that calls ``torch.nn.functional.linear`` itself is
     neither converted nor reported: use ``samebits.audit`` to be sure. Converting twice changes nothing.
 
+    With ``fp8="block"`` layers of experts of ``transformers`` are converted, too: their class becomes a
+    subclass of the same name, whose products are those of a layer in FP8 with each expert's weight
+    (:func:`samebits.scaled_grouped_mm`), and whose weights have the gradients of :func:`samebits.grouped_mm`.
+    Routers stay as they are. Without it, experts are left to :class:`samebits.batch_invariant`.
+
     Args:
         module: the model, or one layer. Convert it before it is sharded, compiled or traced.
         filter: a function of a layer's name and the layer. Layers for which it is false are left.
         contract: the contract of the converted layers, as in :func:`samebits.linear`.
         fp8: ``"block"`` lets the converted layers compute in FP8, as in :class:`samebits.nn.Linear`.
+            Experts take no `contract` beside it.
         out_dtype: of the converted layers, as in :class:`samebits.nn.Linear`. A head with float32 logits:
             ``convert(model, filter=lambda name, _: name == "lm_head", out_dtype=torch.float32)``.
 
@@ -346,12 +353,13 @@ def convert(
     already, unconverted = [], []
     converted: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
-        if isinstance(part, Linear):  # also a subclass, such as one that parametrization made
+        # Also a subclass, such as one that parametrization made.
+        if isinstance(part, Linear) or are_in_fp8(part):
             already.append(name)
             continue
-        reason = _product_of_its_own(part)
-        if isinstance(part, nn.Linear):
-            reason = bypassed.get(part) or _why_not(part)
+        reason, experts = _product_of_its_own(part), fp8 is not None and are_experts(part)
+        if isinstance(part, nn.Linear) or experts:
+            reason = why_not_in_fp8(part, contract) if experts else bypassed.get(part) or _why_not(part)
             if reason is None and filter is not None and not filter(name, part):
                 reason = "the filter left it out"
             if reason is None:
@@ -359,8 +367,11 @@ def convert(
         if reason is not None:
             unconverted.append(Unconverted(name, type(part).__name__, reason))
     for part in converted.values():  # after `filter` has seen all layers, because it may raise
-        part.__class__ = Linear
-        vars(part).update(contract=contract, fp8=fp8, out_dtype=out_dtype)
+        if isinstance(part, nn.Linear):
+            part.__class__ = Linear
+            vars(part).update(contract=contract, fp8=fp8, out_dtype=out_dtype)
+        else:
+            compute_in_fp8(part)
     return Conversion(tuple(converted), tuple(already), tuple(unconverted))
 
 

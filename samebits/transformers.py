@@ -31,21 +31,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samebits.backends.attention import SEGMENT
+from samebits.contract import Contract
 from samebits.mode.arguments import without_autocast
 from samebits.mode.fp8_layers import fp8_experts
+from samebits.ops._checks import SUPPORTED
 from samebits.ops.attention import attention
 from samebits.ops.experts import Routed, experts
 from samebits.remedies import see
 
 __all__ = [
+    "are_experts",
+    "are_in_fp8",
     "attention_function",
     "begins_later",
+    "compute_in_fp8",
     "device_of",
     "experts_function",
     "packed_by",
     "register",
     "spans_of",
     "spans_of_padding",
+    "why_not_in_fp8",
 ]
 
 
@@ -83,7 +89,7 @@ def register() -> None:
     **Experts.** A mixture-of-experts layer sorts its tokens by expert and calls :func:`samebits.grouped_mm`
     twice. Nothing waits for the GPU. The results have the bits of the layer's own ``"grouped_mm"`` and
     ``"batched_mm"`` under :func:`samebits.batch_invariant`, which then also covers the rest of the model.
-    Experts in block FP8 take this form, too: one :func:`samebits.scaled_mm` for each expert, which waits.
+    Experts in block FP8 take this form, too, by :func:`samebits.scaled_grouped_mm`.
 
     * The sum over a token's experts is in the order of its slots, in float32, rounded once. So is the sum of
       the gradients of the token.
@@ -528,25 +534,78 @@ def experts_function(
     count = module.num_experts
     if getattr(module, "_is_expert_parallel", False):  # slots of other processes have numbers from `count` on
         top_k_weights = top_k_weights.masked_fill(top_k_index >= count, 0.0)
-    inward = "gate_up_proj" if module.has_gate else "up_proj"
+    to = Routed(top_k_index, count, _rows_of_batch(hidden_states))
     with without_autocast(hidden_states.device):  # as PyTorch's grouped products are without it
         out = experts(
             hidden_states,
-            Routed(top_k_index, count, _rows_of_batch(hidden_states)),
+            to,
             top_k_weights,
-            _weights(module, inward),
-            _weights(module, "down_proj"),
+            _linear(module, "gate_up_proj" if module.has_gate else "up_proj", to),
             module._apply_gate if module.has_gate else module.act_fn,
+            _linear(module, "down_proj", to),
             module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
         )
     return out.to(hidden_states.dtype)
 
 
-def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
-    """``[experts, inputs, outputs]``, and a bias."""
+def _linear(module: Any, name: str, to: Routed) -> Callable[[Tensor], Tensor]:
+    """The product with a weight: in FP8 if ``samebits.convert`` said so, or if the weight has scales."""
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    return weight if module.is_transposed else weight.mT, bias
+    scale = getattr(module, f"{name}_scale_inv", None)
+    if not module.is_transposed:
+        weight, scale = weight.mT, None if scale is None else scale.mT
+    fp8 = are_in_fp8(module) if scale is None else scale
+    return lambda x: to.linear(x, weight, bias, fp8)
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module is a layer of experts by ``use_experts_implementation`` of ``transformers``."""
+    return hasattr(module, "is_transposed") and callable(getattr(module, "_apply_gate", None))
+
+
+def are_in_fp8(module: nn.Module) -> bool:
+    """Whether :func:`compute_in_fp8` was called for a layer of experts."""
+    return hasattr(type(module), "_samebits_in_fp8")
+
+
+def why_not_in_fp8(experts: nn.Module, contract: Contract | None) -> str | None:
+    """Why :func:`compute_in_fp8` does not suit a layer of experts; None if it does."""
+    if contract is not None:
+        return "experts take no contract: convert them in a call of their own"
+    if "forward" in vars(experts):
+        return "its forward was replaced on the instance: convert first, then wrap"
+    if nn.utils.parametrize.is_parametrized(experts):
+        return "it is parametrized: convert first, then parametrize"
+    for name, weight in experts.named_parameters():
+        if weight.dtype.itemsize == 1:
+            return "its weights are FP8 already: samebits.batch_invariant runs them"
+        if weight.dtype not in SUPPORTED:
+            return f"its {name} is {weight.dtype}; samebits takes float32, bfloat16 and float16"
+    return None
+
+
+def compute_in_fp8(experts: nn.Module) -> None:
+    """Let a layer of experts compute in block FP8, whatever its ``experts_implementation``, in any mode."""
+    kind: Any = type(experts)
+    experts.__class__ = _in_fp8(kind)
+
+
+@functools.cache
+def _in_fp8(kind: Any) -> Any:
+    """A subclass of the same name, by which others know layers. What is unpickled is in FP8 again."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _new_in_fp8, (kind,), self.__dict__
+
+    given = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    own: Any = {"forward": experts_function, "__reduce_ex__": reduce, "_samebits_in_fp8": True}
+    return type(kind)(kind.__name__, (kind,), given | own)
+
+
+def _new_in_fp8(kind: Any) -> Any:
+    made = _in_fp8(kind)
+    return made.__new__(made)
 
 
 def _rows_of_batch(tokens: Tensor) -> int:

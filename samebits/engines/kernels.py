@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import precompile, runtime
+from samebits.ops.fp8_weights import linear_of_groups
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
 
-__all__ = ["grouped", "loaded", "make_ready", "products", "row_counts"]
+__all__ = ["grouped", "grouped_in_fp8", "loaded", "make_ready", "products", "row_counts"]
 
 
 def row_counts(most: int) -> list[int]:
@@ -54,14 +55,34 @@ def grouped(weights: Sequence[Tensor], most: int, slots: int) -> list[Callable[[
         most: tokens, each of which goes to `slots` experts.
     """
     kinds = {(w.shape, w.stride(), w.dtype): w for w in weights}
-    calls: list[Callable[[], object]] = []
-    for w in kinds.values():
-        x = w.new_zeros(most * slots, w.shape[1])
-        experts = torch.arange(1, len(w) + 1, device=w.device)
-        for n in row_counts(most):
-            ends = (experts * (n * slots) // len(w)).to(torch.int32)
-            calls.append(partial(grouped_mm, x[: n * slots], w, ends))
-    return calls
+    return [
+        partial(grouped_mm, x, w, ends)
+        for w in kinds.values()
+        for x, ends in _routed(w, w.shape[1], w.dtype, most, slots)
+    ]
+
+
+def grouped_in_fp8(
+    weights: Sequence[tuple[Tensor, Tensor]], most: int, slots: int, dtype: torch.dtype
+) -> list[Callable[[], object]]:
+    """The same of experts in block FP8, values ``[experts, N, K]`` and scales, for tokens of `dtype`.
+
+    A call has two kernels.
+    """
+    kinds = {w.shape: (w, scale) for w, scale in weights}
+    return [
+        partial(linear_of_groups, "warm-up", x, ends, w, scale)
+        for w, scale in kinds.values()
+        for x, ends in _routed(w, w.shape[2], dtype, most, slots)
+    ]
+
+
+def _routed(w: Tensor, k: int, dtype: torch.dtype, most: int, slots: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of all :func:`row_counts` of tokens, and where those of each expert of `w` end."""
+    x = w.new_zeros(most * slots, k, dtype=dtype)
+    experts = torch.arange(1, len(w) + 1, device=w.device)
+    for n in row_counts(most):
+        yield x[: n * slots], (experts * (n * slots) // len(w)).to(torch.int32)
 
 
 @torch.no_grad()

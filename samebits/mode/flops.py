@@ -143,7 +143,7 @@ def _lengths(offsets: Tensor | None, x: Tensor) -> list[int] | None:
 
 
 _FORMULAS: dict[str, Callable[..., int]] = {
-    "matmul scaled_mm grouped_rows scaled_grouped_mm": _matmul,
+    "matmul scaled_mm grouped_rows scaled_grouped_mm fp8_grouped_linear fp8_grouped_weights": _matmul,
     "linear wide_linear fp8_linear fp8_weights": _linear,
     "addbmm addbmm_": _sum_of_products,
     "grouped_terms": _grouped_terms,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from samebits.backends import Key, module_for
 from samebits.contract import FP8, SCALE_BLOCK
 from samebits.ops._checks import SUPPORTED, check_device, shape
 from samebits.ops._grouped import check_offs
-from samebits.ops._operator import Operator, has_tangent
+from samebits.ops._operator import Operator, has_tangent, reshaped
 from samebits.remedies import see
 
 _RECIPES_A = ("RowWise", "BlockWise1x128")
@@ -207,6 +208,18 @@ quantized = Operator(
     cpu=_run_quantized,
     fake=_fake_quantized,
 )
+
+
+def quantized_matrices(
+    x: Tensor, key: Key, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    """Values and scales of ``x[..., M, K]`` in blocks of 128 x 128, each of one matrix."""
+    if x.ndim == 3 and x.shape[0] > 0 and x.shape[1] % SCALE_BLOCK:
+        found = [quantized_matrices(matrix, key, dtype) for matrix in x]
+        return torch.stack([values for values, _ in found]), torch.stack([scale for _, scale in found])
+    *before, rows, k = x.shape
+    values, scale = quantized(x.reshape(math.prod(x.shape[:-1]), k), SCALE_BLOCK, dtype, key)
+    return reshaped(values, x.shape), reshaped(scale, (*before, blocks(rows), blocks(k)))
 
 
 def _run_fused(gate: Tensor, up: Tensor, dtype: torch.dtype, key: Key) -> tuple[Tensor, Tensor]:

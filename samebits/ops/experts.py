@@ -11,6 +11,8 @@ from torch import Tensor
 from samebits.ops._operator import Operator
 from samebits.ops._rows import backend, rounded
 from samebits.ops.expand import expand, sum_over_broadcast
+from samebits.ops.fp8_grouped import fp8_grouped_linear
+from samebits.ops.fp8_weights import linear_of_groups
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.indexing import take
 from samebits.ops.reduce import FEW
@@ -37,9 +39,18 @@ class Routed:
         self.places, self.ends, sequences = _route(self.experts, self.order, count, each)
         self.sequences = sequences if each else None
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x[slots, K] @ weight[expert, K, N]``, then ``+ bias[expert, N]``, each rounded to the dtype."""
-        out = grouped_mm(x.to(weight.dtype), weight, self.ends, sequences=self.sequences)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool | Tensor = False) -> Tensor:
+        """``x[slots, K] @ weight[expert, K, N]``, then ``+ bias[expert, N]``, each rounded to the dtype.
+
+        Args:
+            fp8: whether the product is in block FP8; or the scales of a weight that is.
+        """
+        if isinstance(fp8, Tensor):
+            out = linear_of_groups("experts in FP8", x, self.ends, weight.mT, fp8.mT)
+        elif fp8:
+            out = fp8_grouped_linear(x.to(weight.dtype), weight.mT, self.ends, sequences=self.sequences)
+        else:
+            out = grouped_mm(x.to(weight.dtype), weight, self.ends, sequences=self.sequences)
         return out if bias is None else out + take(bias, self.experts.clamp(max=len(bias) - 1))
 
 
@@ -166,19 +177,12 @@ _take.register_autograd(_backward_take, setup_context=_setup_context)
 _combine.register_autograd(_backward_combine, setup_context=_setup_context)
 
 
-Activation = Callable[[Tensor], Tensor]
+Step = Callable[[Tensor], Tensor]
 
 
 def experts(
-    x: Tensor,
-    to: Routed,
-    weights: Tensor,
-    up: tuple[Tensor, Tensor | None],
-    down: tuple[Tensor, Tensor | None],
-    activation: Activation,
-    norm: Activation | None,
+    x: Tensor, to: Routed, weights: Tensor, up: Step, activation: Step, down: Step, norm: Step | None
 ) -> Tensor:
     """The layer: rows to their experts, `up`, `activation`, `down`, `norm`, and back."""
-    inner = activation(to.linear(routed(x, to), *up))
-    out = to.linear(inner, *down)
+    out = down(activation(up(routed(x, to))))
     return combined(out if norm is None else norm(out), weights, to)

@@ -11,7 +11,7 @@ from samebits.backends import chosen_backend, pack_key
 from samebits.contract import FP8, SCALE_BLOCK
 from samebits.ops._checks import check_operands, shape
 from samebits.ops._operator import reshaped
-from samebits.ops._scaled import blocks, check_quantized, quantized
+from samebits.ops._scaled import blocks, check_quantized, quantized, quantized_matrices
 
 
 def quantize(
@@ -52,12 +52,8 @@ def quantize(
         wanted = "[M, K] or [G, M, K] for blocks of 128 x 128" if of_matrix else "at least 1-D"
         raise ValueError(f"samebits.quantize: x: expected {wanted}, got shape {shape(x)}")
     key = pack_key(FP8.key, chosen_backend(x.device.type))
-    if of_matrix and x.ndim == 3 and x.shape[0] > 0 and x.shape[1] % SCALE_BLOCK:
-        found = [quantize(matrix, block=block, dtype=dtype) for matrix in x]
-        return torch.stack([values for values, _ in found]), torch.stack([scale for _, scale in found])
-    rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    values, scale = quantized(rows, SCALE_BLOCK if of_matrix else 1, dtype, key)
     if of_matrix:
-        shape_of_scale = *x.shape[:-2], blocks(x.shape[-2]), scale.shape[1]
-        return reshaped(values, x.shape), reshaped(scale, shape_of_scale)
+        return quantized_matrices(x.detach(), key, dtype)
+    rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    values, scale = quantized(rows, 1, dtype, key)
     return reshaped(values, x.shape), reshaped(scale, (*x.shape[:-1], blocks(x.shape[-1])))

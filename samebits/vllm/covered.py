@@ -123,6 +123,7 @@ def check_model(model: nn.Module, config: Any) -> None:
             f"of vLLM's own classes these are covered: {', '.join(NATIVE)}",
             'give model_impl="transformers"',
         )
+    fp8.check_experts(model, config.model_config)
     unused = tuple(replaced(model))
     for name, layer in model.named_modules():
         if any(f"{name}.".startswith(f"{other}.") for other in unused):

@@ -2,8 +2,8 @@
 
 How a token finds its experts differs by family: the softmax or sigmoid and its dtype, groups, ties, what is
 renormalised and when. So that is not written again here. Each of vLLM's blocks calls one of ``transformers``
-that has no weights of its own. Its products are :func:`samebits.grouped_mm`. Nothing waits for the GPU, and
-CUDA graphs can take it.
+that has no weights of its own. Its products are :func:`samebits.grouped_mm`, or in block FP8
+:func:`samebits.scaled_grouped_mm`. Nothing waits for the GPU, and CUDA graphs can take it.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 
+from samebits.contract import SCALE_BLOCK
 from samebits.engines.hooks import Hooks
 from samebits.engines.layers import keep_weights
 from samebits.engines.refusals import RefusedError
 from samebits.ops.gated import gated
 from samebits.transformers import register
+from samebits.vllm import fp8
 
-__all__ = ["blocks", "install", "replaced", "set_experts", "weights_of"]
+__all__ = ["blocks", "experts_of", "install", "replaced", "set_experts"]
 
-_ROUTERS = "gate", "router"
 _SHARED = "shared_experts", "shared_expert"
 
 
 def install(hooks: Hooks) -> None:
     """Leave the weights of experts as they were loaded."""
-    method = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
+    method = UnquantizedFusedMoEMethod
     hooks.replace(method, "process_weights_after_loading", keep_weights, "self", "layer")
 
 
@@ -44,10 +45,14 @@ def blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def weights_of(model: nn.Module) -> list[Tensor]:
-    """``[experts, K, N]``, of all blocks."""
-    found = [m for _, block in blocks(model) for m in block.experts.modules() if isinstance(m, RoutedExperts)]
-    return [w.data.mT for m in found for w in (m.w13_weight, m.w2_weight)]
+def experts_of(model: nn.Module) -> list[RoutedExperts]:
+    """What holds the weights ``w13_weight`` and ``w2_weight``, ``[experts, N, K]``, of all blocks."""
+    return [_weights(block.experts) for _, block in blocks(model)]
+
+
+def _weights(runner: MoERunner) -> RoutedExperts:
+    (found,) = (m for m in runner.modules() if isinstance(m, RoutedExperts))
+    return found
 
 
 def replaced(model: nn.Module) -> set[str]:
@@ -56,7 +61,7 @@ def replaced(model: nn.Module) -> set[str]:
     for name, block in blocks(model):
         found.add(f"{name}.experts")
         if not isinstance(block.experts, TransformersMoERunner):
-            found.update(f"{name}.{router}" for router in _ROUTERS if hasattr(block, router))
+            found.update(f"{name}.{router}" for router in fp8.ROUTERS if hasattr(block, router))
     return found
 
 
@@ -72,13 +77,8 @@ def set_experts(model: nn.Module, config: Any) -> None:
     found = [*blocks(model)]
     if not found:
         return
-    own = [*_blocks_of_transformers(config)]
-    if len(own) != len(found):
-        raise RefusedError(
-            f"{len(found)} layers of experts",
-            f"the model of transformers has {len(own)} whose experts can be given weights",
-            "update transformers to a version whose experts are in one tensor",
-        )
+    methods = [type(_weights(block.experts).quant_method) for _, block in found]
+    own = _blocks_of_transformers(config, [method is fp8.EXPERTS[0] for method in methods])
     for (name, block), by in zip(found, own, strict=True):
         what = f"the layer {name} of class {type(block).__name__}"
         _bind_experts(what, by.experts, block.experts)
@@ -101,9 +101,14 @@ def _in_rows(block: nn.Module) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _blocks_of_transformers(config: Any) -> Iterator[Any]:
-    """The blocks of experts of a model without weights, in the order of its layers."""
-    from transformers import AutoModelForCausalLM
+def _blocks_of_transformers(config: Any, in_fp8: list[bool]) -> list[Any]:
+    """The blocks of experts of a model without weights, in the order of its layers.
+
+    Args:
+        in_fp8: whether a checkpoint has the experts of a block in FP8.
+    """
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
     register()
     config = copy.deepcopy(config)
@@ -111,22 +116,37 @@ def _blocks_of_transformers(config: Any) -> Iterator[Any]:
     with torch.device("meta"):
         kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
         model = kind(config).eval()
-    for module in model.modules():
-        experts = getattr(module, "experts", None)
-        if experts is not None and hasattr(experts, "is_transposed"):
-            experts.config = config
-            yield module
+    names = [n for n, m in model.named_modules() if hasattr(getattr(m, "experts", None), "is_transposed")]
+    if len(names) != len(in_fp8):
+        raise RefusedError(
+            f"{len(in_fp8)} layers of experts",
+            f"the model of transformers has {len(names)} whose experts can be given weights",
+            "update transformers to a version whose experts are in one tensor",
+        )
+    if any(in_fp8):
+        others = [f"{name}.experts" for name, is_fp8 in zip(names, in_fp8, strict=True) if not is_fp8]
+        block = (SCALE_BLOCK, SCALE_BLOCK)
+        replace_with_fp8_linear(model, others, FineGrainedFP8Config(weight_block_size=block))
+    found = [model.get_submodule(name) for name in names]
+    for block in found:
+        block.experts.config = config
+    return found
 
 
 def _bind_experts(what: str, own: Any, runner: MoERunner) -> None:
-    (weights,) = (m for m in runner.modules() if isinstance(m, RoutedExperts))
+    weights: Any = _weights(runner)
+    method = type(weights.quant_method)
+    if method not in (UnquantizedFusedMoEMethod, *fp8.EXPERTS):
+        raise RefusedError(what, f"{method.__name__} computes its experts", "load unquantised weights")
     if not own.has_gate or getattr(weights, "expert_map", None) is not None:
         raise RefusedError(what, "its experts have no gate, or are not all here", "run it without samebits")
     for name, theirs in (("gate_up_proj", "w13"), ("down_proj", "w2")):
-        weight = getattr(weights, f"{theirs}_weight")
-        _set(what, own, name, weight.mT if own.is_transposed else weight)
-        if own.has_bias:
-            _set(what, own, f"{name}_bias", getattr(weights, f"{theirs}_bias"))
+        parts = {"": "weight"} | ({"_bias": "bias"} if own.has_bias else {})
+        parts |= {"_scale_inv": "weight_scale_inv"} if method in fp8.EXPERTS else {}
+        for suffix, part in parts.items():
+            value = getattr(weights, f"{theirs}_{part}")
+            turned = own.is_transposed and part != "bias"
+            _set(what, own, f"{name}{suffix}", value.mT if turned else value)
     activation = _activation(own)
     if activation is not None:
         own._apply_gate = activation
@@ -137,7 +157,7 @@ def _activation(experts: Any) -> Callable[[Tensor], Tensor] | None:
     from transformers.integrations.moe import _default_apply_gate
 
     of: dict[str, Any] = {"interleaved": not experts.is_concatenated}
-    if type(experts)._apply_gate is _default_apply_gate:
+    if type(experts)._apply_gate is _default_apply_gate or _is_plain_in_fp8(experts):
         if not isinstance(experts.act_fn, nn.SiLU) and type(experts.act_fn).__name__ != "SiLUActivation":
             return None
         of["activation"] = "silu"
@@ -148,12 +168,24 @@ def _activation(experts: Any) -> Callable[[Tensor], Tensor] | None:
     return lambda x: gated(x, **of)
 
 
+_OPTIONS = {"gate_softcap", "limit", "swiglu_alpha"}
+_KNOWN = _OPTIONS | {"act_fn", "chunk", "clamp", "dtype", "float", "sigmoid", "swiglu_limit", "tanh", "to"}
+_KNOWN |= {"torch", "up_softcap"}
+"""Names in ``FP8Experts._apply_gate``. Without these options it is the product of ``act_fn(gate)`` and up."""
+
+
+def _is_plain_in_fp8(experts: Any) -> bool:
+    names = {*type(experts)._apply_gate.__code__.co_names}
+    known = type(experts).__name__ == "FP8Experts" and names <= _KNOWN
+    return known and all(getattr(experts, option, None) is None for option in _OPTIONS)
+
+
 def _bind_rest(what: str, own: nn.Module, block: nn.Module) -> None:
     """The router and shared experts."""
-    for name in _ROUTERS:
+    for name in fp8.ROUTERS:
         if hasattr(own, name):
             router = getattr(own, name)
-            theirs = next(getattr(block, n) for n in _ROUTERS if hasattr(block, n))
+            theirs = next(getattr(block, n) for n in fp8.ROUTERS if hasattr(block, n))
             for key, _ in [*router.named_parameters(), *router.named_buffers()]:
                 _set(what, router, key, getattr(theirs, key, None))
     for name in _SHARED:
@@ -177,8 +209,11 @@ class _Shared(nn.Module):
 
 
 def _set(what: str, module: nn.Module, name: str, value: Any) -> None:
-    """Let a parameter or buffer be in vLLM's memory, into which it copies new weights, too."""
-    own = getattr(module, name)
+    """Let a parameter or buffer be in vLLM's memory, into which it copies new weights, too.
+
+    Scales that a module does not have yet suit any weight.
+    """
+    own = getattr(module, name, value)
     if value is None or value.shape != own.shape:
         found = "none" if value is None else f"one of {tuple(value.shape)}"
         raise RefusedError(

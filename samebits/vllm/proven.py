@@ -37,11 +37,8 @@ COVERED = (
     ("dense decoders", "yes", "yes"),
     ("mixtures of experts", "yes", "not run"),
     ("MLA, as expanded keys and values", "yes", "not run"),
-    (
-        "block FP8 of dense decoders: checkpoints, and weights quantized while they are loaded",
-        "yes",
-        "not run",
-    ),
+    ("block FP8, dense: checkpoints, and weights quantized while they are loaded", "yes", "not run"),
+    ("block FP8 of mixtures of experts, both ways", "yes", "not run"),
     ("adapters (LoRA), several in a batch", "yes", "not run"),
     ("chunked prefill, prefix cache, preemption, `n > 1`", "yes", "yes"),
     ("log-probs of prompts", "yes", "not run"),

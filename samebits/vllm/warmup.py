@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from samebits.engines.kernels import grouped, make_ready, products, row_counts
+from samebits.engines.kernels import grouped, grouped_in_fp8, make_ready, products, row_counts
 from samebits.vllm import fp8
 from samebits.vllm.attention import PagedAttention
-from samebits.vllm.experts import weights_of
+from samebits.vllm.experts import experts_of
 
 __all__ = ["warm_up"]
 
@@ -43,14 +43,25 @@ def warm_up(model: nn.Module, config: Any) -> None:
     heads = [m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)]  # one may be tied
     dense = [call for of in layers.values() for call in products(of, tokens)]
     make_ready(dense + products(heads, max(sequences, _PROMPT_ROWS), config.model_config.head_dtype))
+    calls: list[Callable[[], object]] = []
     if in_fp8:
         x = torch.zeros(tokens * max(k for _, k in in_fp8), dtype=config.model_config.dtype, device="cuda")
         counts = row_counts(tokens)
-        calls = [partial(f, x[: n * k].view(n, k)) for (_, k), f in in_fp8.items() for n in counts]
-        for _ in range(2):  # a call stops at the first kernel that is not loaded, and has two
-            make_ready(calls)
-    if experts := weights_of(model):
-        make_ready(grouped(experts, tokens, config.model_config.hf_text_config.num_experts_per_tok))
+        calls += [partial(f, x[: n * k].view(n, k)) for (_, k), f in in_fp8.items() for n in counts]
+    slots = getattr(config.model_config.hf_text_config, "num_experts_per_tok", 1)
+    experts: list[Tensor] = []
+    experts_in_fp8: list[tuple[Tensor, Tensor]] = []
+    for layer in experts_of(model):
+        for name in ("w13_weight", "w2_weight"):
+            weight = getattr(layer, name).data
+            if weight.dtype.itemsize > 1:
+                experts.append(weight.mT)
+            else:
+                experts_in_fp8.append((weight, getattr(layer, f"{name}_scale_inv").data))
+    make_ready(grouped(experts, tokens, slots))
+    calls += grouped_in_fp8(experts_in_fp8, tokens, slots, config.model_config.dtype)
+    for _ in range(2):  # a call stops at the first kernel that is not loaded, and has two
+        make_ready(calls)
     make_ready([*_attention(model, config, tokens, sequences)])
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+import transformers
 from torch.nn.functional import ScalingType
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +30,7 @@ from transformers.integrations import finegrained_fp8 as fp8
 import samebits
 import samebits.transformers
 from benchmarks.zoo.fp8 import in_fp8
+from samebits.contract import FP8
 from samebits.mode import exchanged, fp8_layers
 from samebits.testing import assert_same_bits, values
 from samebits.transformers import register
@@ -160,7 +165,7 @@ def test_a_block_diagonal_layer_has_a_product_for_each_group(device: str, within
 
 
 def experts(device: str, implementation: str = "grouped_mm") -> tuple[Any, Tensor, Tensor, Tensor]:
-    """A layer of 5 experts, tokens, their experts and the weights of those."""
+    """A layer of 4 experts, tokens, their experts and the weights of those."""
     model = make("deepseek_v3", device)
     model.set_experts_implementation(implementation)
     x = values("normal", (23, 256), torch.bfloat16, 5).to(device)
@@ -223,6 +228,127 @@ def test_slots_of_other_processes_add_nothing(device: str, within: Within) -> No
         found = layer(x, elsewhere, weights)
         want = layer(x, to, weights.masked_fill(to == 2, 0.0))
     assert torch.equal(found, want)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_takes_experts(within: Within) -> None:
+    """Nothing waits for the numbers of their tokens, which may change from one replay to the next."""
+    layer, x, to, weights = experts("cuda")
+    with within("error"), torch.no_grad():
+        wanted = [layer(x, some, weights) for some in (to, to.flip(0))]
+        graph, chosen = torch.cuda.CUDAGraph(), to.clone()
+        with torch.cuda.graph(graph):
+            out = layer(x, chosen, weights)
+        for some, want in zip((to, to.flip(0)), wanted, strict=True):
+            chosen.copy_(some)
+            out.fill_(torch.nan)
+            graph.replay()
+            assert_same_bits(out, want)
+
+
+# ---- experts of a model in 16 bits
+
+
+def in_16_bits(kind: str, device: str = "cpu") -> tuple[Any, Tensor, Tensor, Tensor]:
+    """A layer of 4 experts, tokens, their experts and the weights of those."""
+    configs: dict[str, Any] = {
+        "qwen3_moe": transformers.Qwen3MoeConfig(
+            hidden_size=256, moe_intermediate_size=160, num_experts=4, num_experts_per_tok=2
+        ),
+        "gpt_oss": transformers.GptOssConfig(
+            hidden_size=256, intermediate_size=160, num_local_experts=4, num_experts_per_tok=2
+        ),
+    }
+    modeling: Any = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    name = {"qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts"}[kind]
+    made = getattr(modeling, name)(configs[kind]).to(device, torch.bfloat16)
+    for i, parameter in enumerate(made.parameters()):
+        parameter.data = values("normal", tuple(parameter.shape), torch.bfloat16, i).to(device) * 0.05
+    _, x, to, weights = experts(device)
+    return made, x, to, weights
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_converted_experts_are_our_layers_in_fp8(kind: str, device: str, within: Within) -> None:
+    """Each expert, on its tokens: outputs and gradients."""
+    made, x, to, weights = in_16_bits(kind, device)
+    own = type(made)
+    report = samebits.convert(made, fp8="block")
+    assert report.converted == ("",)
+    assert samebits.convert(made, fp8="block").already == ("",)
+    assert isinstance(made, own)
+    x, seed = x.clone().requires_grad_(), values("normal", (23, 256), torch.bfloat16, 9).to(device)
+    out = made(x, to, weights)  # with or without the mode
+    with within("error"):
+        assert_same_bits(made(x, to, weights), out)
+        order = to.flatten().argsort(stable=True)
+        rows = x[:, None].expand(-1, 2, -1).flatten(0, 1)[order]
+        ours, found = [], []
+        for e, part in enumerate(rows.split(torch.bincount(to.flatten(), minlength=4).tolist())):
+            names = ("gate_up_proj", "down_proj")
+            up, down = (ours_in_fp8(getattr(made, n)[e], made.is_transposed) for n in names)
+            inner = up(part) + made.gate_up_proj_bias[e] if made.has_bias else up(part)
+            inner = down(made._apply_gate(inner))
+            found.append(inner + made.down_proj_bias[e] if made.has_bias else inner)
+            ours += [up.weight, down.weight]
+        slots = torch.cat(found)[order.argsort()].unflatten(0, (23, 2))
+        want = (slots * weights[..., None]).sum(1).to(torch.bfloat16)
+        assert_same_bits(want, out)
+        theirs = torch.autograd.grad(want, [x, *ours], seed)
+    grads = torch.autograd.grad(out, [x, made.gate_up_proj, made.down_proj], seed)
+    assert_same_bits(grads[0], theirs[0])
+    for grad, of in zip(grads[1:], (theirs[1::2], theirs[2::2]), strict=True):
+        assert_same_bits(grad.mT if made.is_transposed else grad, torch.stack(of))
+
+
+def ours_in_fp8(weight: Tensor, transposed: bool) -> Any:
+    weight = (weight.mT if transposed else weight).detach().contiguous()
+    layer = samebits.nn.Linear(weight.shape[1], len(weight), False, dtype=weight.dtype, fp8="block")
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def test_converted_experts_can_be_copied() -> None:
+    made, *given = in_16_bits("qwen3_moe")
+    plain = made(*given)
+    samebits.convert(made, fp8="block")
+    want = made(*given)
+    assert not torch.equal(plain, want)
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert_same_bits(copied(*given), want)
+        assert samebits.convert(copied, fp8="block").already == ("",)
+
+
+def test_experts_that_stay_as_they_are() -> None:
+    made, *_ = in_16_bits("qwen3_moe")
+    assert samebits.convert(made).unconverted == ()  # the mode's
+    (left,) = samebits.convert(made, fp8="block", filter=lambda *_: False).unconverted
+    assert left.reason == "the filter left it out"
+    (left,) = samebits.convert(made, fp8="block", contract=samebits.FMA).unconverted
+    assert left.reason.startswith("experts take no contract")
+    made.to(torch.float64)
+    (left,) = samebits.convert(made, fp8="block").unconverted
+    assert left.reason.startswith("its gate_up_proj is torch.float64")
+    made.forward = made.forward
+    (left,) = samebits.convert(made, fp8="block").unconverted
+    assert left.reason.startswith("its forward was replaced")
+    (left,) = samebits.convert(experts("cpu")[0], fp8="block").unconverted
+    assert left.reason.startswith("its weights are FP8 already")
+
+
+def test_operators_of_experts_are_registered() -> None:
+    layer, x, *_ = experts("cpu")
+    made, *_ = in_16_bits("qwen3_moe")
+    ends = torch.tensor([3, 3, 9, 20], dtype=torch.int32)
+    weight, scale = layer.gate_up_proj.data, layer.gate_up_proj_scale_inv.data
+    ops, tests = torch.ops.samebits, ("test_faketensor", "test_autograd_registration")
+    x = x.requires_grad_()
+    torch.library.opcheck(
+        ops.fp8_grouped_weights.default, (x, weight, scale, ends, FP8.key), test_utils=tests
+    )  # others compute with FP8, which PyTorch does not on a CPU
+    key = samebits.TENSOR_CORE.on(samebits.HOPPER).key
+    torch.library.opcheck(ops.fp8_grouped_linear.default, (x, made.gate_up_proj, ends, None, key))
 
 
 # ---- what is refused, and what stays as it was

@@ -199,7 +199,7 @@ def test_convert_changes_layers_in_place_and_nothing_else() -> None:
     again = samebits.convert(model)
     assert again.converted == ()
     assert again.already == ("up", "down", "head")
-    assert str(again) == "linear layers converted: 0; converted before: 3; left as they are: 0"
+    assert str(again) == "layers converted: 0; converted before: 3; left as they are: 0"
 
 
 def test_a_filter_that_raises_leaves_the_model_as_it_was() -> None:

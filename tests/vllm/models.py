@@ -26,6 +26,7 @@ SMALL: dict[str, Any] = {
 MIXED = ["sliding_attention", "full_attention"]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 128}
+WIDE = {"head_dim": 64, "intermediate_size": 256}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GROUPS = {
@@ -43,7 +44,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}}),
     "qwen2": ("Qwen2", "Qwen2", NO_HEAD),
     "qwen3": ("Qwen3", "Qwen3", {}),
-    "qwen3_wide": ("Qwen3", "Qwen3", {"head_dim": 64, "intermediate_size": 256}),
+    "qwen3_wide": ("Qwen3", "Qwen3", WIDE),
     "mistral": ("Mistral", "Mistral", {"sliding_window": 16}),
     "gemma2": (
         *("Gemma2", "Gemma2"),
@@ -81,6 +82,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", "Starcoder2", NO_HEAD),
     "mixtral": ("Mixtral", "Mixtral", MIXTRAL),
     "qwen3_moe": ("Qwen3Moe", "Qwen3Moe", {"norm_topk_prob": True, "mlp_only_layers": [0], **EXPERTS}),
+    "qwen3_moe_wide": (
+        *("Qwen3Moe", "Qwen3Moe"),
+        {"norm_topk_prob": True, "mlp_only_layers": [0], **WIDE, **EXPERTS, "moe_intermediate_size": 128},
+    ),
     "olmoe": ("Olmoe", "Olmoe", NO_HEAD | {"num_experts": 8, "num_experts_per_tok": 2}),
     "granite_moe": (
         *("GraniteMoe", "GraniteMoe"),
@@ -129,6 +134,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+MODELS["deepseek_v3_wide"] = (
+    *MODELS["deepseek_v3"][:2],
+    MODELS["deepseek_v3"][2]
+    | {"q_lora_rank": 128, "kv_lora_rank": 128, "moe_intermediate_size": 128, "intermediate_size": 256},
+)
 
 
 def config(name: str) -> Any:
