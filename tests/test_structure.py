@@ -71,6 +71,7 @@ import numba, rich, samebits, torch._dynamo, torch.distributed.tensor.parallel, 
 for other in ("scipy.linalg", "triton.language"):  # what modules load: once, not in each child
     if importlib.util.find_spec(other.partition(".")[0]):
         importlib.import_module(other)
+numba.njit("f4(f4)")(lambda x: x)  # loads the rest of numba
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
 failed = []
 for module in set(sys.argv[1:]) - sys.modules.keys():

@@ -117,6 +117,7 @@ def _forked(module: str, ranks: int, folder: Path, kind: str) -> int:
 if __name__ == "__main__":
     for kernels in ("attention", "logp", "matmul", "rows"):
         importlib.import_module(f"samebits.backends.reference.{kernels}")
+    torch.compile(torch.sin, backend="aot_eager")(torch.ones(1))  # imports much, which each rank would
     for line in sys.stdin:
         of, count, where, on = line.split()
         print(_forked(of, int(count), Path(where), on), flush=True)
