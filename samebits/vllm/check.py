@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from samebits.engines.parity import Parity, Sample, compare, ratios, replay
 
-__all__ = ["Parity", "Sample", "ratios", "replayed", "samples"]
+__all__ = ["Parity", "Sample", "experts", "ratios", "replayed", "samples"]
 
 
 def samples(outputs: Sequence[Any]) -> list[Sample]:
@@ -38,6 +39,35 @@ def samples(outputs: Sequence[Any]) -> list[Sample]:
             tokens = [*completion.token_ids]
             logprobs = [at[token].logprob for at, token in zip(completion.logprobs, tokens, strict=True)]
             found.append(Sample(prompt, tokens, logprobs, of_prompt))
+    return found
+
+
+def experts(outputs: Sequence[Any]) -> list[Tensor]:
+    """Which experts vLLM chose for each sequence's tokens, for :func:`samebits.routing.replay`.
+
+    The engine must have been asked for them: ``enable_return_routed_experts=True``.
+
+    Returns:
+        ``[prompt + sampled tokens, layers, k]``, int64, for each completion. Tokens that vLLM did not compute
+        have -1: the last one that it sampled.
+    """
+    found = []
+    for output in outputs:
+        for completion in output.outputs:
+            if completion.routed_experts is None:
+                raise ValueError(
+                    "samebits.vllm.check: outputs: expected routed_experts: give the engine"
+                    " enable_return_routed_experts=True"
+                )
+            known = torch.as_tensor(completion.routed_experts.astype("int64"))
+            tokens = len(output.prompt_token_ids) + len(completion.token_ids)
+            if not tokens - 1 <= len(known) <= tokens:
+                raise ValueError(
+                    f"samebits.vllm.check: outputs: expected the experts of {tokens - 1} tokens, got those of"
+                    f" {len(known)}"
+                )
+            left = tokens - len(known)
+            found.append(torch.cat([known, known.new_full((left, *known.shape[1:]), -1)]))
     return found
 
 

@@ -150,6 +150,20 @@ def _bind_experts(what: str, own: Any, runner: MoERunner) -> None:
     activation = _activation(own)
     if activation is not None:
         own._apply_gate = activation
+    own.forward = _telling(own, runner.router)
+
+
+def _telling(experts: Any, router: Any) -> Callable[..., Tensor]:
+    """Its forward, after vLLM was told which experts were chosen (``enable_return_routed_experts``)."""
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
+        capture = getattr(router, "capture_fn", None)
+        if capture is not None:
+            capture(top_k_index)
+        out: Tensor = type(experts).forward(experts, hidden_states, top_k_index, *rest)
+        return out
+
+    return forward
 
 
 def _activation(experts: Any) -> Callable[[Tensor], Tensor] | None:

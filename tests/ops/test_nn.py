@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import samebits
 from samebits import FMA, TENSOR_CORE, Contract
 from samebits.testing import assert_same_bits, values
+from tests.support.devices import DEVICES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -62,16 +63,20 @@ def test_contract_and_cu_seqlens_reach_the_product() -> None:
 @pytest.mark.parametrize("contract", [TENSOR_CORE, FMA], ids=["mma", "fma"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
-def test_float32_results_are_the_accumulators(bias: bool, packed: bool, contract: Contract) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_float32_results_are_the_accumulators(
+    device: str, bias: bool, packed: bool, contract: Contract
+) -> None:
     """They are those of ``matmul``, and the gradients those of :func:`samebits.linear` of a rounded one."""
     layer = samebits.nn.Linear(24, 8, bias, dtype=torch.bfloat16, contract=contract, out_dtype=torch.float32)
-    x = values("normal", (9, 24), torch.bfloat16, 0).requires_grad_()
-    options = {"cu_seqlens": torch.tensor([0, 4, 9])} if packed else {}
+    layer.to(device)
+    x = values("normal", (9, 24), torch.bfloat16, 0).to(device).requires_grad_()
+    options = {"cu_seqlens": torch.tensor([0, 4, 9], device=device)} if packed else {}
     y = layer(x, **options)
     product = samebits.matmul(x, layer.weight.mT, out_dtype=torch.float32, contract=contract)
     assert_same_bits(y, product + layer.bias.float() if bias else product)
     assert_same_bits(y.bfloat16(), samebits.linear(x, layer.weight, layer.bias, contract=contract))
-    grad = values("normal", (9, 8), torch.float32, 1)
+    grad = values("normal", (9, 8), torch.float32, 1).to(device)
     leaves = [x, *layer.parameters()]
     got = torch.autograd.grad(y, leaves, grad)
     if contract == TENSOR_CORE:

@@ -199,3 +199,47 @@ def test_where_it_differs(engine: Engine, folders: Callable[[str], Path]) -> Non
     with torch.no_grad(), outputs_of_modules(model) as own:
         model(torch.tensor([sequence]), use_cache=False)
     assert first_difference(rollout.outputs(sequence), own) == "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_chosen_experts_are_told_and_replayed(
+    model_impl: str, engine: Engine, folders: Callable[[str], Path]
+) -> None:
+    """By vLLM's own capture, which gives them to callers on GPUs alone."""
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+    import samebits
+    from samebits.routing import replay
+
+    class Capturer:
+        def __init__(self) -> None:
+            self.found: dict[int, Any] = {}
+
+        def capture(self, layer: int, experts: Any) -> None:
+            self.found[layer] = experts.clone()
+
+    core: Any = engine("qwen3_moe", model_impl=model_impl)
+    loaded = core.llm_engine.model_executor.driver_worker.get_model()
+    capturer: Any = Capturer()
+    bind_routed_experts_capturer(loaded, capturer)
+    (ids,) = prompts(1, 40, 40)
+    generate(core, [ids], max_tokens=1)
+    experts = torch.zeros(len(ids), 2, 2, dtype=torch.int64)
+    for layer, chosen in capturer.found.items():
+        experts[:, layer] = chosen
+
+    model = trainer(folders("qwen3_moe"))
+    block = model.model.layers[1].mlp
+    took: list[Any] = []
+    block.experts.register_forward_pre_hook(lambda _, args: took.append(args[1]))
+
+    def run() -> Any:
+        model(torch.tensor([ids]))
+        return took.pop()
+
+    with torch.no_grad(), samebits.batch_invariant("error"):
+        assert torch.equal(run(), experts[:, 1])
+        block.gate.weight += torch.randn_like(block.gate.weight) * 0.02  # a trainer with other bits
+        assert not torch.equal(run(), experts[:, 1])
+        with replay(model, experts):
+            assert torch.equal(run(), experts[:, 1])
