@@ -271,17 +271,18 @@ def gpu_vllm(data: dict[str, Any]) -> str:
     )
 
 
-def gpu_vllm_bits(data: dict[str, Any]) -> str:
-    """Log-probs of vLLM's tokens beside those of `transformers`."""
+def gpu_engine_bits(data: dict[str, Any]) -> str:
+    """Log-probs of an engine's tokens beside those of `transformers`."""
     head = ["model", "sampled tokens", "other bits", "preempted", "tokens from the prefix cache"]
     keys = ("tokens", "differing", "preemptions", "tokens_from_prefixes")
     rows = ([c["model"], *(f"{c[key]:,}" for key in keys)] for c in data["cases"])
     shortest, longest = (f(c[k] for c in data["cases"]) for f, k in ((min, "shortest"), (max, "longest")))
+    small = ", a cache too small for all rows" if any(c["preemptions"] for c in data["cases"]) else ""
     return "\n\n".join(
         (
             table(head, rows),
             f"Prompts from {shortest} token on, sequences of up to {longest:,}. Prefill in chunks of up to"
-            " 2,048, CUDA graphs, a cache too small for all rows. `transformers` in padded batches.",
+            f" 2,048, CUDA graphs{small}. `transformers` in padded batches.",
             measured_on_gpu(data),
         )
     )
