@@ -79,7 +79,16 @@ MODELS |= {
     },
     "8b-lora": MODELS["8b"],
 }
-"""Shapes of Qwen3. 30b-a3b has half of its layers. With "-lora", requests use adapters."""
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MODELS |= {
+    f"{name}-fp8": MODELS[name] | {"quantization_config": _FP8 | {"modules_to_not_convert": kept}}
+    for name, kept in (
+        ("8b", ["lm_head"]),
+        ("30b-a3b", ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(24))]),
+    )
+}
+"""Shapes of Qwen3. 30b-a3b has half of its layers. With "-lora", requests use adapters; with "-fp8", weights
+are in block FP8."""
 DECODED = ((1, 128), (8, 256), (64, 256), (256, 256))
 """Rows, and tokens that each samples, after a prompt of PROMPT tokens."""
 PROMPT = 128

@@ -35,6 +35,12 @@ def randomise(worker: Any) -> int:
     generator = torch.Generator("cuda").manual_seed(0)
     for name, p in worker.model_runner.model.named_parameters():
         with torch.no_grad():
+            if "scale" in name:  # of weights in FP8
+                p.fill_(1e-3)
+                continue
+            if p.dtype.itemsize == 1:
+                p.copy_(20 * torch.randn(p.shape, generator=generator, device=p.device))
+                continue
             p.normal_(0.0, 0.1 if "norm" in name else 0.02, generator=generator)
             if "norm" in name:
                 p.add_(1.0)

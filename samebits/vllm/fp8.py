@@ -54,6 +54,8 @@ def install(hooks: Hooks) -> None:
     for kinds, quantize_weights in ((METHODS, _quantize_weights), (EXPERTS, _quantize_experts)):
         hooks.replace(kinds[0], "process_weights_after_loading", keep_weights, "self", "layer")
         hooks.replace(kinds[1], "process_weights_after_loading", quantize_weights, "self", "layer")
+    for kind in EXPERTS:  # vLLM's warm-up of DeepGEMM asks for it
+        hooks.replace(kind, "get_fused_moe_quant_config", _no_kernel, "self", "layer")
     # It would fill experts up to whole blocks, which a trainer's are not.
     sizes = FusedMoEMethodBase.maybe_roundup_sizes
     hooks.replace(EXPERTS[1], "maybe_roundup_sizes", sizes, "self", "hidden_size")
