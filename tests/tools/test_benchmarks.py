@@ -64,10 +64,11 @@ from benchmarks.tables.products import (
     triton_choice,
 )
 from benchmarks.tables.proofs import gpu_attention_invariance
-from samebits.backends.cuda import compiler, precompile
+from samebits.backends.cuda import compiler
 from samebits.backends.cuda.matmul import PRODUCTS
 from samebits.tools.bench import clock
 from samebits.tools.bench.cases import SHAPES, BenchCase
+from samebits.tools.verify import fused
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
 
@@ -446,20 +447,21 @@ def test_the_table_of_what_is_proven_knows_every_kernel_of_products(name: str) -
 
 def test_what_a_gpu_will_need_is_known_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 has slower memory, and wants other kernels for some shapes."""
-    kernels, needed = [], precompile._needed
-
-    def noted(calls: Any) -> Any:
-        kernels.append(needed(calls))
-        return kernels[-1]
-
     monkeypatch.setattr(held_out, "drawn", lambda: [(62, 7168, 36864), (300, 768, 3072)])
-    monkeypatch.setattr(precompile, "_needed", noted)
-    monkeypatch.setattr(precompile, "_cached", lambda: False)  # so that nothing is compiled
-    for gpu in ahead.GPUS:
-        found = ahead.compile_for(gpu, ahead.timed, lambda done, what: None)
-        assert found == (len(kernels[-1]), 0)
-        assert found.needed > 10
-    assert kernels[0].keys() != kernels[1].keys()
+    h200, h100 = (ahead.needed(gpu, ahead.timed).keys() for gpu in ahead.GPUS)
+    assert min(len(h200), len(h100)) > 10
+    assert h200 != h100
+
+
+def test_all_kernels_of_a_call_are_compiled_ahead() -> None:
+    """Gradients of delta rules take three."""
+
+    def run() -> Any:
+        cases = [c for c in fused.fused_cases(False) if c.kernel == "delta" and "gradients" in c.what]
+        return fused.loads(cases[:1], torch.device("cpu"))
+
+    sources = {spec.source for spec in ahead.needed(ahead.GPUS[0], run)}
+    assert sources >= {"delta.cu", "delta_matrices_backward.cu", "delta_rows_backward.cu"}
 
 
 def test_the_list_of_cubins_has_every_source() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing.context import ForkServerContext
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from samebits.backends import cache
 from samebits.backends.cuda import compiler, devices, runtime
 
-__all__ = ["Ahead", "Compiled", "adopt", "compile_for", "processes"]
+__all__ = ["Ahead", "Compiled", "adopt", "compile_all", "compile_for", "processes"]
 
 
 class Compiled(NamedTuple):
@@ -59,19 +59,31 @@ def compile_for(
     A call is stopped before it loads its first kernel that is not loaded yet, so it launches nothing with it.
     Without a cache, nothing is compiled. With `load` they are loaded, too.
     """
-    needed, missing = _needed(calls), 0
-    if len(needed) > 1 and _cached():
-        # NVRTC compiles one program at a time in a process.
-        workers = min(len(needed), os.cpu_count() or 1)
-        with ProcessPoolExecutor(workers, processes(), adopt, (dict(os.environ),)) as pool:
-            jobs = [pool.submit(_compile, spec, arch) for spec, arch in needed]
-            for done, job in enumerate(as_completed(jobs)):
-                missing += job.result()
-                progress((done + 1) / len(jobs), f"compiling {len(jobs)} kernels")
+    needed = _needed(calls)
+    compiled = compile_all(needed, progress)
     if load:
         for (spec, _), device in needed.items():
             runtime.load(spec, device)
-    return Compiled(len(needed), missing)
+    return compiled
+
+
+def compile_all(
+    kernels: Collection[tuple[compiler.KernelSpec, str]], progress: Callable[[float, str], None]
+) -> Compiled:
+    """Compile kernels, each for an architecture, into the on-disk cache, with a process for each CPU.
+
+    Without a cache, nothing is compiled; nor is a single kernel.
+    """
+    missing = 0
+    if len(kernels) > 1 and _cached():
+        # NVRTC compiles one program at a time in a process.
+        workers = min(len(kernels), os.cpu_count() or 1)
+        with ProcessPoolExecutor(workers, processes(), adopt, (dict(os.environ),)) as pool:
+            jobs = [pool.submit(_compile, spec, arch) for spec, arch in kernels]
+            for done, job in enumerate(as_completed(jobs)):
+                missing += job.result()
+                progress((done + 1) / len(jobs), f"compiling {len(jobs)} kernels")
+    return Compiled(len(kernels), missing)
 
 
 def _needed(calls: Iterable[Callable[[], object]]) -> dict[tuple[compiler.KernelSpec, str], int]:
