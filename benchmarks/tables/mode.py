@@ -35,6 +35,6 @@ def mode_internals() -> str:
         ["kind", "operators"],
         (
             (kind, named(patterns.split()).replace("aten::", ""))
-            for kind, patterns in internals.REPORTED.items()
+            for kind, patterns in internals.PATTERNS.items()
         ),
     )

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 __all__ = [
     "ELEMENTWISE_GRADIENTS",
     "MOVING_GRADIENTS",
-    "REPORTED",
+    "PATTERNS",
     "fits",
     "is_composite",
     "operator",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _GRADIENTS = "gradients of products, reductions, convolutions and norms"
-REPORTED = {
+PATTERNS = {
     "quantised products, norms and statistics": """
         quantized::* _quantized::* onednn::* sparse::q* aten::quantized_* aten::fbgemm_linear_*
         aten::_wrapped_quantized_linear* aten::_weight_int* aten::_dyn_quant_matmul_4bit
@@ -102,8 +102,8 @@ def fits(patterns: str) -> re.Pattern[str]:
 
 
 _LEFT = fits(f"{_PREPARES} {ELEMENTWISE_GRADIENTS} {MOVING_GRADIENTS}")
-_SUMS = fits(" ".join(patterns for group, patterns in REPORTED.items() if group != _GRADIENTS))
-_ANY = fits(" ".join(REPORTED.values()))
+_SUMS = fits(" ".join(patterns for group, patterns in PATTERNS.items() if group != _GRADIENTS))
+_ANY = fits(" ".join(PATTERNS.values()))
 
 
 def is_composite(op: OpOverload) -> bool:
@@ -120,7 +120,7 @@ def operator(full: str) -> OpOverload:
 
 
 def reported() -> Iterator[OpOverload]:
-    """The operators that fit a pattern of :data:`REPORTED`."""
+    """The operators that fit a pattern of :data:`PATTERNS`."""
     for full in sorted(torch._C._dispatch_get_all_op_names()):
         name = full.partition(".")[0]
         if _ANY.fullmatch(name) and not _LEFT.fullmatch(name):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from samebits.mode import UncoveredError, batch_invariant, set_batch_invariant_mode
-from samebits.mode.internals import REPORTED, fits, operator
+from samebits.mode.internals import PATTERNS, fits, operator
 from samebits.mode.operators import operator_rules
 from samebits.testing import assert_same_bits
 from tests.mode import judged
@@ -45,7 +45,7 @@ def test_every_pattern_is_of_some_operator() -> None:
     if not torch.__version__.startswith("2.13"):
         pytest.skip("patterns are of all versions of PyTorch")
     names = {op._schema.name for op in operators()}
-    groups = [*REPORTED.values(), *(g.patterns for g in judged.GROUPS if isinstance(g, judged.Names))]
+    groups = [*PATTERNS.values(), *(g.patterns for g in judged.GROUPS if isinstance(g, judged.Names))]
     patterns = {p for group in groups for p in group.split()}
     idle = {p for p in patterns if not any(map(fits(p).fullmatch, names))}
     assert idle == OF_OTHER_VERSIONS
