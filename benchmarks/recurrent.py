@@ -269,13 +269,15 @@ def _steps_of_spaces() -> Iterator[dict[str, Any]]:
             x["B"][:, 0],
             x["C"][:, 0],
         )
-        states = [torch.zeros(batch, *of_head, STATES, device=DEVICE) for _ in range(2)]
-        runs: dict[str, Callable[[], Any]] = {
-            "samebits": lambda o=operands, s=states[0]: samebits.selective_state_update(s, *o)  # type: ignore[misc]
-        }
+        none = torch.zeros(HEADS, 1, device=DEVICE).expand(of_head)  # mamba-ssm asks for these two
+        steps = {"samebits": samebits.selective_state_update}
         peer = _peer("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
         if peer is not None:
-            runs["mamba-ssm"] = lambda o=operands, s=states[1], peer=peer: peer(s, *o)  # type: ignore[misc]
+            steps["mamba-ssm"] = peer
+        runs: dict[str, Callable[[], Any]] = {}
+        for who, step in steps.items():
+            state = torch.zeros(batch, *of_head, STATES, device=DEVICE)
+            runs[who] = partial(step, state, *operands, D=none, dt_bias=none)
         us = _graphed(runs, 64, 7)
         yield {"layer": "ssd", "what": "decode", "batch": batch, "tokens": 1, "us": us}
 

@@ -43,6 +43,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "native.json": {"native": products.gpu_native},
     "host.json": {"host-calls": models.gpu_host_calls},
     "logp.json": {"logp": operations.gpu_logp},
+    "recurrent.json": {"recurrent": operations.gpu_recurrent},
     "rows.json": {"rows": operations.gpu_rows},
     "steps.json": {"steps": models.gpu_steps},
     "segments.json": {"segments": products.gpu_segments},

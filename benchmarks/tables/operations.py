@@ -134,3 +134,19 @@ def gpu_logp(data: dict[str, Any]) -> str:
     gpu = slug(data["environment"]["gpu"])
     picture = f"![Time and memory of log-probabilities, beside stored logits](docs/assets/{gpu}-logp.svg)"
     return "\n\n".join((picture, table(head, rows), said, measured_on_gpu(data)))
+
+
+def gpu_recurrent(data: dict[str, Any]) -> str:
+    """Recurrent layers beside other libraries."""
+    works = {"forward": "forward", "both": "forward and backward", "decode": "a step of decoding"}
+    rows = []
+    for case in data["cases"]:
+        us = dict(case["us"])
+        ours = us.pop("samebits", None)
+        theirs = ", ".join(f"{who} {t:,.1f}" for who, t in us.items()) or "not there"
+        ratio = f"{ours / min(us.values()):.2f}" if us and ours is not None else ""
+        sequences = f"{case['batch']:,} × {case['tokens']:,}"
+        said = "refused" if ours is None else f"{ours:,.1f}"
+        rows.append([f"`{case['layer']}`", works[case["what"]], sequences, said, theirs, ratio])
+    head = ["layer", "work", "sequences × tokens", "samebits, µs", "others, µs", "of the other's time"]
+    return "\n\n".join((table(head, rows), measured_on_gpu(data)))
