@@ -140,13 +140,15 @@ def _zero(*_: object) -> int:
     return 0
 
 
-def _zero_at(tensor: int, found: Any) -> int:
-    found[0] = 0
+def _device_at(tensor: int, found: Any) -> int:
+    found[0] = 0 if _running else -1
     return 0
 
 
-device_of = _READ(_zero_at)
-"""The index of a tensor's device, as replays ask for it."""
+device_of = _READ(_device_at)
+"""The index of a tensor's device, as replays ask for it. The extension keeps it: after a fake, tensors are
+on the CPU again."""
+_running: list[FakeGpu] = []
 
 
 def _stream(device: int) -> int:
@@ -180,6 +182,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     for cache in caches:
         cache.cache_clear()
     forget_plans()  # also recipes, which have functions of a fake driver
+    _running.append(gpu)
     try:
         for patch in patches:
             patch.start()
@@ -188,6 +191,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         replay.configure(make_current, fail, *functions, allocate=gpu.allocate, device_of=device_of)
         yield gpu
     finally:
+        _running.remove(gpu)
         for patch in reversed(patches):
             patch.stop()
         for cache in caches:
