@@ -52,6 +52,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return build(ROOT, tmp_path_factory.mktemp("release"))
 
 
+@pytest.mark.long
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
     held = set(zipfile.ZipFile(built[1]).namelist())
     extension = {name for name in held if re.fullmatch(r"samebits/backends/_replay\.[\w-]+\.so", name)}
@@ -73,6 +74,7 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(built: tuple[Path, Path]) 
     }
 
 
+@pytest.mark.long
 def test_samebits_native_holds_its_library_and_what_it_is_built_from(tmp_path: Path) -> None:
     native = ROOT / "native"
     sdist, wheel = build(native, tmp_path)

@@ -40,6 +40,7 @@ def packed(data: bytes, level: int, strategy: int) -> bytes:
     return packer.compress(data) + packer.flush()
 
 
+@pytest.mark.long
 def test_what_zlib_packs_is_unpacked(unpack: Any) -> None:
     drawn = random.Random(0)
     for _ in range(500):

@@ -6,14 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import SIZES, needs_gloo, run
+from tests.support.ranks import PLACES, needs_gloo, run
 
 CHECKS = "tests.distributed.sharded_checks"
-PLACES = [
-    *(pytest.param("cpu", ranks, marks=pytest.mark.long) for ranks in SIZES[:-1]),
-    pytest.param("cpu", SIZES[-1], marks=[pytest.mark.long, pytest.mark.nightly]),
-    *(pytest.param("cuda", ranks, marks=pytest.mark.gpu) for ranks in SIZES),
-]
 
 
 @needs_gloo

@@ -340,6 +340,7 @@ def test_checkpointing(reentrant: bool, calls: Counter[str]) -> None:
     assert [calls["gated"], calls["norm_rotary"]] == [4, 4], "layers run twice"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile(backend: str) -> None:
     model = llama()
@@ -362,6 +363,7 @@ def test_compile(backend: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_compile_with_the_mode_inside() -> None:
     model = llama()
     with batch_invariant("ignore"), torch.no_grad():

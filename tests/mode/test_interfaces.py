@@ -156,6 +156,7 @@ def test_the_process_is_covered() -> None:
             assert_same_bits(got, want)
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["Llama", "Mistral"])
 def test_code_that_is_compiled_inside(kind: str) -> None:
@@ -168,6 +169,7 @@ def test_code_that_is_compiled_inside(kind: str) -> None:
             assert_same_bits(got[row, at[row]], model(s[None], use_cache=False).logits[0], f"{row}")
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_a_compiled_graph_need_not_break() -> None:
     model, (tokens, *_) = build("Llama", "sdpa"), sequences()
@@ -310,6 +312,7 @@ def test_the_usual_eager_functions_are_known(name: str) -> None:
 # ---- Internals of transformers
 
 
+@pytest.mark.long
 def test_the_mode_does_not_load_transformers() -> None:
     code = (
         "import sys, samebits\nwith samebits.batch_invariant():\n    assert 'transformers' not in sys.modules"

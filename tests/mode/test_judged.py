@@ -41,6 +41,7 @@ def test_every_operator_was_judged() -> None:
     assert left == []
 
 
+@pytest.mark.long
 def test_every_pattern_is_of_some_operator() -> None:
     if not torch.__version__.startswith("2.13"):
         pytest.skip("patterns are of all versions of PyTorch")

@@ -643,6 +643,7 @@ def test_autocast_of_a_loss(reduction: str, within: Within) -> None:
         torch.testing.assert_close(g, w, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.long
 def test_compiled_whole() -> None:
     torch.manual_seed(0)
     norm, projection = nn.RMSNorm(40), nn.Linear(40, 40)

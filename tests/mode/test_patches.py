@@ -157,6 +157,7 @@ assert w.grad is not None
 """
 
 
+@pytest.mark.long
 def test_a_first_backward_after_the_mode_of_the_process() -> None:
     subprocess.run([sys.executable, "-c", OUTSIDE], check=True)
 

@@ -46,6 +46,7 @@ def tokens(count: int, seed: int = 0) -> Tensor:
     return torch.randint(1, 64, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_pieces_padding_and_beams() -> None:
     net, long, short = model(), tokens(70), tokens(9, 1)

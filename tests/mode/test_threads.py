@@ -106,6 +106,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1])
 def test_threads_in_and_out_of_modes(seed: int) -> None:
     """All at once, in rounds: in some the process is in the mode. Some backwards come rounds later."""

@@ -27,8 +27,9 @@ from torch import Tensor
 
 SIZES = (1, 2, 4, 8)
 PLACES = [
-    *(("cpu", ranks) for ranks in SIZES[:-1]),
-    pytest.param("cpu", SIZES[-1], marks=pytest.mark.nightly),  # each time, sums alone have as many ranks
+    *(pytest.param("cpu", ranks, marks=pytest.mark.long) for ranks in SIZES[:-1]),
+    # Each time, sums alone have as many ranks.
+    pytest.param("cpu", SIZES[-1], marks=[pytest.mark.long, pytest.mark.nightly]),
     *(pytest.param("cuda", ranks, marks=pytest.mark.gpu) for ranks in SIZES),
 ]
 

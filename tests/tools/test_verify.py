@@ -550,6 +550,7 @@ def test_public_functions_are_rehearsed(backend: str, monkeypatch: pytest.Monkey
     assert {by for _, by in public} == {None if backend == "cuda" else backend}
 
 
+@pytest.mark.long
 def test_processes_beside_are_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = multiprocessing.active_children()
     for name in ("one", "another"):
@@ -580,6 +581,7 @@ def test_parts_are_verified_by_processes(monkeypatch: pytest.MonkeyPatch) -> Non
         list(run._by_processes(2, report(), 0, 11))
 
 
+@pytest.mark.long
 def test_a_process_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_work", processes.die)
     with pytest.raises(KernelError, match="exit code 5"):
@@ -719,6 +721,7 @@ def test_bench_summary_and_tables() -> None:
     assert bench.show({"cases": cases, "host": [], "drift": drift, "environment": environment})
 
 
+@pytest.mark.long
 def test_kernels_are_compiled_ahead_of_the_calls_that_load_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
