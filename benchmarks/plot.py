@@ -91,8 +91,8 @@ def _engines(axes: Axes, data: dict[str, Any]) -> None:
 
 
 def _training(axes: Axes, data: dict[str, Any]) -> None:
-    cases = [(steps.TRAINED[c["work"]], c) for c in data["cases"] if c["work"] in steps.TRAINED]
-    for place, (_, case) in enumerate(cases):
+    cases = steps.trained(data)
+    for place, case in enumerate(cases.values()):
         times = {
             THEIRS: case["torch"]["ms"],
             ORACLE: case.get("torch, compiled", {}).get("ms"),
@@ -103,7 +103,7 @@ def _training(axes: Axes, data: dict[str, Any]) -> None:
             width = 0.8 / len(times)
             bar = axes.bar(place + (at - (len(times) - 1) / 2) * width, ms, width, color=colour)
             axes.bar_label(bar, [f"{ms:,.0f}"], fontsize=8)
-    axes.set_xticks(range(len(cases)), [name for name, _ in cases])
+    axes.set_xticks(range(len(cases)), [*cases])
     axes.margins(y=0.1)
     axes.grid(axis="x", visible=False)
     axes.set_title("training step, ms", loc="left")

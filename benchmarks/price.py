@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -24,8 +25,8 @@ BESIDE = {
 STEPS = {
     "forward + backward, 8 x 512": "training step of a Llama of a billion parameters, 8 x 512 tokens",
     "forward + backward, 1 x 4,096": "training step of that Llama, 1 x 4,096 tokens",
-    "Qwen3 4B, checkpointed, forward + backward, 4 x 2,048, 12 layers": (
-        "training step of 12 layers of a Qwen3 of 4 billion, checkpointed, 4 x 2,048 tokens"
+    "Qwen3 4B, checkpointed, forward + backward, 4 x 2,048": (
+        "training step of a Qwen3 of 4 billion, checkpointed, 4 x 2,048 tokens"
     ),
     "experts, forward + backward, 8 x 512": "training step of a model of experts, 8 x 512 tokens",
     "decode, eager, batch 1": DECODE,
@@ -81,11 +82,13 @@ def rows(gpu: str) -> list[list[str]]:
                 f"VLLM_BATCH_INVARIANT=1 {statistics.geometric_mean(beside_stock['invariant']):.2f}"
             )
     if gpu in measured("steps.json"):
-        cases = {case["work"]: case for case in load(f"{gpu}/steps.json")["cases"]}
+        cases = load(f"{gpu}/steps.json")["cases"]
         taken: dict[str, list[float]] = {}
         compiled: dict[str, list[str]] = {}
-        for name, work in STEPS.items():
-            if case := cases.get(name):
+        for (step, work), case in itertools.product(STEPS.items(), cases):
+            name, layers = steps.layers_of(case["work"])
+            if name == step:
+                work += f", {layers} layers" if layers else ""
                 forms = [form for form in ("context", "process") if form in case] or ["fused"]
                 taken.setdefault(work, []).extend(case[form]["ms"] / case["torch"]["ms"] for form in forms)
                 if COMPILED in case:

@@ -76,12 +76,12 @@ CHECKPOINTED: dict[str, Any] = {
 }
 """A Qwen3 of 4 billion parameters."""
 TRAINED = {
-    "forward + backward, 8 x 512": "Llama 1B\n8 x 512",
-    "forward + backward, 1 x 4,096": "Llama 1B\n1 x 4,096",
-    "Qwen3 4B, checkpointed, forward + backward, 4 x 2,048, 12 layers": "Qwen3 4B, 12\nlayers, 4 x 2,048",
-    "experts, forward + backward, 8 x 512": "experts\n8 x 512",
+    "forward + backward, 8 x 512": ("Llama 1B", "8 x 512"),
+    "forward + backward, 1 x 4,096": ("Llama 1B", "1 x 4,096"),
+    "Qwen3 4B, checkpointed, forward + backward, 4 x 2,048": ("Qwen3 4B", "4 x 2,048"),
+    "experts, forward + backward, 8 x 512": ("experts", "8 x 512"),
 }
-"""Steps in README's first picture."""
+"""Steps in README's first picture, with whatever number of layers they were measured."""
 DECODED = (1, 32, 128)
 KEYS = 1024
 Step = Callable[[], Any]
@@ -100,6 +100,26 @@ def fused_logits(model: Any, ids: torch.Tensor) -> None:
     hidden = model.model(ids, use_cache=False).last_hidden_state[:, :-1]
     (-linear_logp(hidden, model.lm_head.weight, ids[:, 1:]).mean()).backward()
     model.zero_grad(set_to_none=True)
+
+
+_LAYERS = " layers"
+
+
+def layers_of(work: str) -> tuple[str, str]:
+    """A step's name without the layers of ``--layers``, and their number, or nothing."""
+    name, _, layers = work.removesuffix(_LAYERS).rpartition(", ")
+    return (name, layers) if work.endswith(_LAYERS) else (work, "")
+
+
+def trained(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The cases of README's first picture, by their labels in it."""
+    found = {}
+    for case in data["cases"]:
+        name, layers = layers_of(case["work"])
+        if name in TRAINED:
+            model, size = TRAINED[name]
+            found[f"{model}, {layers}\nlayers, {size}" if layers else f"{model}\n{size}"] = case
+    return found
 
 
 class Decoding:
@@ -473,7 +493,7 @@ def measure(
                 found = in_turns({f: partial(ask, f, work) for f in first}, KINDS[kind].repeats)
                 for form in found.keys() & {*COMPILED}:
                     found[form]["first_s"] = round(first[form], 1)
-                name = work if layers is None else f"{work}, {layers} layers"
+                name = work if layers is None else f"{work}, {layers}{_LAYERS}"
                 cases.append({"work": name} | found)
         for of in forms.values():
             of.send(None)

@@ -31,7 +31,7 @@ def overview() -> str:
             f"a rollout of {of['model']} has {min(beside):.2f} to {max(beside):.2f} of vLLM's tokens/s"
         )
     if "steps" in data:
-        cases = [case for case in data["steps"]["cases"] if case["work"] in steps.TRAINED]
+        cases = steps.trained(data["steps"]).values()
         beside = [steps.best(c)["ms"] / c.get(COMPILED, c["torch"])["ms"] for c in cases]
         kind = "compiled" if any(COMPILED in c for c in cases) else "eager"
         costs.append(f"a training step takes {min(beside):.2f} to {max(beside):.2f} of {kind} PyTorch's time")

@@ -200,16 +200,20 @@ def test_a_row_of_steps_is_merged_into_results(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["cases"] == cases
 
 
-def test_prices_name_both_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", ["", "12"])
+def test_prices_name_both_baselines(layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ms = {"torch": 8.0, "torch, compiled": 5.0, "liger": 10.0, "context": 7.0, "process": 6.0, "fused": 4.0}
-    case = {"work": "forward + backward, 8 x 512"} | {form: {"ms": t} for form, t in ms.items()}
+    name = "forward + backward, 8 x 512" + (f", {layers} layers" if layers else "")
+    case: dict[str, Any] = {"work": name} | {form: {"ms": t} for form, t in ms.items()}
     (gpu, *_) = GPUS
     monkeypatch.setattr(
         price, "load", lambda name: {"cases": [case]} if name.endswith("/steps.json") else load(name)
     )
     found = {row[0]: row[1:] for row in price.rows(gpu)}
-    work = price.STEPS[case["work"]]
+    work = price.STEPS["forward + backward, 8 x 512"] + (f", {layers} layers" if layers else "")
     assert found[work][1] == "0.88"
+    label = f"Llama 1B, {layers}\nlayers, 8 x 512" if layers else "Llama 1B\n8 x 512"
+    assert steps.trained({"cases": [case]}) == {label: case}
     assert found[f"{work}, beside `torch.compile`"] == ["0.80", "0.80", "PyTorch, eager 1.60, Liger 2.00"]
 
 
