@@ -105,6 +105,9 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     def kernel(_: int, *args: Any, **options: Any) -> HostKernel:
         return HostKernel(host.kernel_spec(*args, **options))
 
+    def step(_: int, *args: Any, **options: Any) -> HostKernel:
+        return HostKernel(host.step_spec(*args, **options))
+
     def of_gradients(_: int, *args: Any, **options: Any) -> HostKernel:
         return HostKernel(host.gradients_spec(*args, **options))
 
@@ -114,4 +117,6 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     monkeypatch.setattr(host, "_kernel", kernel)
     if hasattr(host, "_gradients_kernel"):
         monkeypatch.setattr(host, "_gradients_kernel", of_gradients)
+    if hasattr(host, "_step_kernel"):
+        monkeypatch.setattr(host, "_step_kernel", step)
     monkeypatch.setattr(runtime, "empty", empty)

@@ -1,4 +1,6 @@
-"""Delta rules and linear attention on CUDA tensors: ``kernels/delta.cu`` and ``delta_*_backward.cu``.
+"""Delta rules and linear attention on CUDA tensors: ``kernels/delta*.cu``.
+
+``delta.cu`` computes every forward. Where each sequence has one token, ``delta_step.cu`` is faster.
 
 Gradients take three launches. The forward's kernel goes through the chunks again, and keeps a record of each
 of them. A kernel goes through them backwards, as each needs the gradient of the next one's matrix. With both
@@ -25,15 +27,22 @@ from samebits.contract import INTERPOLATION, contract_from_key
 __all__ = [
     "DeltaGradients",
     "Schedule",
+    "Step",
     "backward",
     "catalogue",
     "catalogue_of_gradients",
+    "catalogue_of_steps",
     "choose",
     "choose_of_gradients",
+    "choose_step",
     "forward",
     "gradients_spec",
     "kernel_spec",
+    "step_spec",
 ]
+
+_PARAMS = "11P11q10if"
+"""``struct Params`` of the forward's kernels."""
 
 _FEW = 16
 """Tokens of a sequence, on average, up to which windows are small."""
@@ -103,6 +112,52 @@ def choose(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How the kernel for one token of each sequence computes.
+
+    Attributes:
+        tile: columns of values that a block takes.
+    """
+
+    tile: int
+
+    def memory(self, dtype: torch.dtype, key_size: int) -> int:
+        """Bytes of shared memory of a block: ``struct Memory``."""
+        keys, columns = (n + 16 // dtype.itemsize for n in (key_size, self.tile))
+        stored = CHUNK * (keys + columns) + 2 * keys + CHUNK + self.tile
+        return stored * dtype.itemsize + 4 * (2 * CHUNK + self.tile)
+
+
+_STEP_KEYS = 256
+"""The largest keys of that kernel: it is unrolled along them."""
+
+
+def catalogue_of_steps() -> Iterator[Step]:
+    """Every schedule, for proofs."""
+    yield from map(Step, (32, 64, 128))
+
+
+def choose_step(size: int, blocks: int, device: int) -> Step:
+    """The schedule for sequences times heads `blocks`: wide tiles, if all multiprocessors have one."""
+    sm_count = devices.device_info(device).sm_count
+    for tile in (128, 64):
+        if size > tile // 2 and blocks * -(-size // tile) >= sm_count:
+            return Step(tile)
+    return Step(32)
+
+
+def _is_step(x: Delta, q: Tensor, k: Tensor, state: Tensor | None, out: Tensor | None) -> bool:
+    """Whether that kernel takes a call: a token for each sequence, and memory to be read by words."""
+    if state is None or out is None or x.by_channel or x.spans.shape[1] or len(x.spans) != len(q):
+        return False
+    key_size, size = q.shape[2], x.v.shape[2]
+    pairs = functools.reduce(int.__or__, (n for t in (q, k) for n in (t.data_ptr() // 2, *t.stride()[:2])))
+    lines = state.data_ptr() | 4 * state.stride(0) | out.data_ptr()
+    whole = key_size % 16 == 0 and key_size <= _STEP_KEYS and size % 8 == 0
+    return whole and not (pairs & 1 or lines & 15)
+
+
 def kernel_spec(
     schedule: Schedule,
     dtype: torch.dtype,
@@ -133,7 +188,7 @@ def kernel_spec(
     return compiler.KernelSpec(
         "delta.cu",
         "delta",
-        "11P11q10if",
+        _PARAMS,
         constants,
         block=32 * schedule.warps,
         smem=-(-schedule.memory(dtype, key_size, tensor_core, by_channel) // 16) * 16,
@@ -144,8 +199,29 @@ def kernel_spec(
 _kernel = runtime.loader(kernel_spec)
 
 
+def step_spec(
+    schedule: Step, dtype: torch.dtype, key_size: int, size: int, *, hardware_exp2: bool, delta: bool
+) -> compiler.KernelSpec:
+    """The kernel of ``delta_step.cu``."""
+    constants = (
+        *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("VALUE_SIZE", size), ("TILE", schedule.tile)),
+        *(("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta))),
+    )
+    smem = -(-schedule.memory(dtype, key_size) // 16) * 16
+    return compiler.KernelSpec(
+        "delta_step.cu", "delta_step", _PARAMS, constants, block=128, smem=smem, oldest=SM_80
+    )
+
+
+_step_kernel = runtime.loader(step_spec)
+
+
 def forward(
-    x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None, schedule: Schedule | None = None
+    x: Delta,
+    state: Tensor | None,
+    out: Tensor,
+    closed: Tensor | None,
+    schedule: Schedule | Step | None = None,
 ) -> None:
     """See :mod:`samebits.backends.delta`."""
     if len(x.spans) and (x.v.shape[0] or state is not None or closed is not None):
@@ -158,7 +234,7 @@ def _run(
     out: Tensor | None,
     closed: Tensor | None,
     records: Tensor | None,
-    schedule: Schedule | None,
+    schedule: Schedule | Step | None,
 ) -> None:
     """Results, or with `records` what gradients need of every chunk."""
     device = x.q.get_device()
@@ -174,18 +250,26 @@ def _run(
         size * v.itemsize,  # the first column of a tile
     )
     padded = _padded(key_size)
-    if schedule is None:
+    if schedule is None and tensor_core and closed is None and _is_step(x, q, k, state, out):
+        schedule = choose_step(size, sequences * heads, device)
+    elif schedule is None:
         few = tokens <= _FEW * sequences
         schedule = choose(x.q.dtype, padded, size, sequences * heads, few, tensor_core, x.by_channel, device)
-    kernel = _kernel(
-        *(device, schedule, x.q.dtype, padded),
-        tensor_core=tensor_core,
-        hardware_exp2=_hardware_exp2(tensor_core, device),
-        delta=x.beta is not None,
-        vector=not low & 15,
-        by_channel=x.by_channel,
-        keep=records is not None,
-    )
+    hardware_exp2, delta = _hardware_exp2(tensor_core, device), x.beta is not None
+    if isinstance(schedule, Step):
+        kernel = _step_kernel(
+            *(device, schedule, x.q.dtype, key_size, size), hardware_exp2=hardware_exp2, delta=delta
+        )
+    else:
+        kernel = _kernel(
+            *(device, schedule, x.q.dtype, padded),
+            tensor_core=tensor_core,
+            hardware_exp2=hardware_exp2,
+            delta=delta,
+            vector=not low & 15,
+            by_channel=x.by_channel,
+            keep=records is not None,
+        )
     initial = None if x.initial is None else x.initial.contiguous()
     own = layout("delta", heads, key_size, size, x.q.dtype, x.by_channel)
     strides = [n for t in (q, k, v) for n in t.stride()[:2]]

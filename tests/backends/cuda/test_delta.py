@@ -55,6 +55,15 @@ def test_compiles_without_spills(schedule: kernels.Schedule, by_channel: bool) -
     assert found.local_bytes == 0
 
 
+@pytest.mark.parametrize("key_size", [128, 256])
+@pytest.mark.parametrize("schedule", [*kernels.catalogue_of_steps()], ids=str)
+def test_steps_compile_without_spills(schedule: kernels.Step, key_size: int) -> None:
+    spec = kernels.step_spec(schedule, torch.bfloat16, key_size, 128, hardware_exp2=True, delta=True)
+    found = resources(spec, "sm_90a")
+    assert found.spill_bytes == 0
+    assert found.local_bytes == 0
+
+
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize(
     ("which", "schedule"),
@@ -102,6 +111,75 @@ def operands(form: tuple[object, ...], device: str = "cpu") -> Delta:
         key = TENSOR_CORE.on(matmul.family(0)).key
     moved = (t.to(dtype).to(device) for t in (q, k, v))
     return Delta(*moved, *given, 0.25, key)  # type: ignore[arg-type]
+
+
+STEP_FORMS = [
+    # dtype, delta rule, decays, key heads, heads, key size, size
+    (torch.bfloat16, True, True, 2, 4, 128, 128),
+    (torch.float16, True, True, 1, 2, 64, 192),
+    (torch.bfloat16, True, False, 1, 1, 96, 64),
+    (torch.float16, False, True, 1, 1, 256, 40),
+    (torch.bfloat16, False, False, 1, 3, 16, 8),
+]
+POSITIONS = (0, 1, 5, 15, 16, 17, 31, 37, 48, 57, 63, 64)
+"""Rows of the open chunk before a step."""
+
+
+def step(
+    form: tuple[object, ...], positions: Sequence[int] = POSITIONS, device: str = "cpu"
+) -> tuple[Delta, RecurrentState]:
+    """A token for each sequence, cut out of wider rows, and states: garbage where there are no rows.
+
+    The last sequence is one of NaN.
+    """
+    dtype, rule, decays, key_heads, heads, key_size, size = form
+    assert isinstance(dtype, torch.dtype)
+    r = torch.Generator().manual_seed(7)
+    n = len(positions)
+
+    def normal(*shape: object) -> Tensor:
+        return torch.randn(*shape, generator=r)
+
+    widths = [key_heads * key_size] * 2 + [heads * size]  # type: ignore[operator,list-item]
+    rows = normal(n, sum(widths) + 2)
+    rows /= key_size**0.25  # type: ignore[operator]
+    rows[-1] = torch.nan
+    parts = rows.to(dtype).to(device)[:, 2:].split(widths, 1)
+    q, k, v = (t.unflatten(1, (h, -1)) for t, h in zip(parts, (key_heads, key_heads, heads), strict=True))
+    g = (-normal(n, heads).abs() * 0.2).to(device) if decays else None
+    beta = normal(n, heads).sigmoid().to(device) if rule else None
+    own = delta.layout("delta", heads, key_size, size, dtype, False)  # type: ignore[arg-type]
+    state = RecurrentState(own, sequences=n)
+    state.count.copy_(torch.tensor(positions))
+    state.parts["matrix"].copy_(normal(*state.parts["matrix"].shape) * 0.3)
+    state.parts["keys"].copy_(normal(*state.parts["keys"].shape) / key_size**0.5)  # type: ignore[operator]
+    state.parts["updates"].copy_(normal(*state.parts["updates"].shape))
+    if decays:
+        state.parts["decays"].copy_((-normal(n, heads, 64).abs() * 0.2).cumsum(-1))
+    for i, count in enumerate(positions):
+        for name in ("keys", "updates", "decays"):
+            state.parts[name][i, :, count:] = torch.nan
+    state.parts["matrix"][-1] = torch.nan
+    key = TENSOR_CORE.key
+    if device == "cpu":
+        from samebits.backends.cuda import matmul
+
+        key = TENSOR_CORE.on(matmul.family(0)).key
+    x = Delta(q, k, v, g, beta, None, torch.empty(n, 0, dtype=torch.int32, device=device), 0.25, key)
+    return x, RecurrentState(own, state.data.to(device))
+
+
+def assert_same_step(got: tuple[Tensor, RecurrentState], want: tuple[Tensor, RecurrentState]) -> None:
+    """The bits of results and states, but for the sequence of NaN."""
+    (out, state), (out_wanted, wanted) = got, want
+    assert_same_bits(out[:-1].cpu(), out_wanted[:-1])
+    assert out[-1].isnan().all()
+    assert state.count.tolist() == wanted.count.tolist()
+    assert not state.parts["marks"].any()
+    assert_same_bits(state.parts["matrix"][:-1].cpu(), wanted.parts["matrix"][:-1])
+    for n, count in enumerate(wanted.count[:-1].int().tolist()):
+        for name in ("keys", "updates", "decays"):
+            assert_same_bits(state.parts[name][n, :, :count].cpu(), wanted.parts[name][n, :, :count])
 
 
 def pieces(run: object, x: Delta) -> tuple[Tensor, Tensor, RecurrentState]:
@@ -178,6 +256,24 @@ def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedu
     for n, count in enumerate(want.count.int().tolist()):
         for name in ("keys", "updates", "decays"):
             assert_same_bits(got.parts[name][n, :, :count].cpu(), want.parts[name][n, :, :count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", [*kernels.catalogue_of_steps(), None], ids=str)
+@pytest.mark.parametrize("form", STEP_FORMS, ids=str)
+def test_steps_have_the_references_bits(form: tuple[object, ...], schedule: kernels.Step | None) -> None:
+    """A token after each number of rows, then more: through a chunk's end."""
+    found = []
+    for device in ("cpu", "cuda"):
+        x, state = step(form, [*range(65), 7], device)
+        for _ in range(2):
+            out = torch.full_like(x.v, torch.nan).contiguous()
+            if device == "cpu":
+                reference.forward(x, state.data, out, None)
+            else:
+                kernels.forward(x, state.data, out, None, schedule)
+        found.append((out, state))
+    assert_same_step(found[1], found[0])
 
 
 @pytest.mark.gpu

@@ -11,10 +11,18 @@ from torch import Tensor
 from samebits.backends.cuda import delta as kernels
 from samebits.backends.cuda import matmul
 from samebits.backends.delta import Delta
+from samebits.backends.recurrent import RecurrentState
 from samebits.backends.reference import delta as reference
-from samebits.contract import AMPERE
+from samebits.contract import AMPERE, FMA
 from samebits.testing import assert_same_bits
-from tests.backends.cuda.test_delta import gradients_of, operands, pieces
+from tests.backends.cuda.test_delta import (
+    STEP_FORMS,
+    assert_same_step,
+    gradients_of,
+    operands,
+    pieces,
+    step,
+)
 from tests.support import host_kernels
 
 pytestmark = host_kernels.needs_compiler
@@ -54,6 +62,57 @@ def test_forward(form: tuple[object, ...], schedule: kernels.Schedule) -> None:
         results.append((out, closed, by_pieces, last, state.parts["matrix"]))
     for want, got in zip(*results, strict=True):
         assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize(("form", "tile"), [*zip(STEP_FORMS, (128, 64, 32, 32, 64), strict=True)], ids=str)
+def test_steps(form: tuple[object, ...], tile: int) -> None:
+    """One token after so many rows of a chunk, up to a full one, then another."""
+    x, state = step(form)
+    results = []
+    for run in (reference.forward, kernels.forward):
+        own = RecurrentState(state.layout, state.data.clone())
+        for _ in range(2):
+            out = torch.full_like(x.v, torch.nan).contiguous()
+            run(x, own.data, out, None, *([kernels.Step(tile)] if run is kernels.forward else []))
+        results.append((out, own))
+    assert_same_step(results[1], results[0])
+
+
+def test_which_calls_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token for each sequence with a state, in memory of whole words. All others run as they did."""
+    monkeypatch.setattr(kernels, "choose", lambda *_: SCHEDULES[0])
+    monkeypatch.setattr(kernels, "choose_step", lambda *_: kernels.Step(32))
+    launched: list[str] = []
+
+    class Recorder:
+        def __init__(self, source: str) -> None:
+            self.source = source
+
+        def launch(self, *_: object) -> None:
+            launched.append(self.source)
+
+    monkeypatch.setattr(kernels, "_kernel", lambda *_, **__: Recorder("delta"))
+    monkeypatch.setattr(kernels, "_step_kernel", lambda *_, **__: Recorder("delta_step"))
+
+    def source(x: Delta, state: Tensor | None, closed: Tensor | None = None) -> str:
+        launched.clear()
+        kernels.forward(x, state, torch.empty_like(x.v).contiguous(), closed)
+        return launched[0]
+
+    x, state = step(STEP_FORMS[0], (3, 64))
+    assert source(x, state.data) == "delta_step"
+    assert source(x, None) == "delta"
+    assert source(x, state.data, torch.empty(2, 4, 128, 128)) == "delta"
+    assert source(x, torch.empty(state.data.numel() + 1)[1:].view(2, -1)) == "delta"
+    assert source(dataclasses.replace(x, spans=torch.tensor([[0, 1], [1, 2]]).int()), state.data) == "delta"
+    assert source(dataclasses.replace(x, spans=torch.empty(1, 0).int()), state.data) == "delta"
+    odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
+    assert source(dataclasses.replace(x, q=odd), state.data) == "delta"
+    assert source(dataclasses.replace(x, g=torch.zeros(2, 4, 128)), state.data) == "delta"
+    assert source(dataclasses.replace(x, contract=FMA.key), state.data) == "delta"
+    for key_size, size in ((24, 128), (272, 128), (128, 20)):
+        x, state = step((*STEP_FORMS[0][:5], key_size, size), (3, 64))
+        assert source(x, state.data) == "delta"
 
 
 def test_sequences_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,349 @@
+// One token for each sequence, by delta rules and linear attention with one decay for each head: docs/contract.md,
+// "Recurrent layers". The same as delta.cu, for whole rows of 16-bit types under TENSOR_CORE.
+//
+// A block takes TILE columns of one head's values in one sequence, and each of its four warps a quarter of them. What
+// bounds it is the matrix, which is read once: straight into registers, AHEAD steps before it is needed.
+//
+//   * The query is row 0 of a step's left operand and the key is row 1, so both are multiplied with what was read.
+//     The other rows are zeros.
+//   * A column of the right operand may be any of the values': a step's order is along k alone. Column n of a warp's
+//     tile x is its column WIDE * n + x, so a thread reads WIDE neighbours at once.
+//   * Keys and updates of the open chunk are copied to shared memory meanwhile. Warps share the scores. From there on
+//     each warp has columns of its own, and waits for no other.
+//
+// A state whose chunk is full gets the matrix at the chunk's end first: once in 64 tokens.
+//
+// Macros
+//   TYPE           BF16 or F16, of q, k and v
+//   KEY_SIZE       of q and k, a multiple of 16
+//   VALUE_SIZE     of v, a multiple of 8
+//   TILE           columns of a block: 32, 64 or 128
+//   HARDWARE_EXP2  1: the instruction; 0: the polynomial
+//   DELTA          1: with the delta rule; 0: updates are values
+//
+// Pairs of q and k lie at multiples of 4 bytes, states and results at multiples of 16.
+
+#define TENSOR_CORE 1
+#define BY_CHANNEL 0
+#define WARPS 4
+
+#include "delta.cuh"
+
+// Those of delta.cu. There are no `initial`, `closed`, `spans` and `records`.
+struct Params {
+    const Stored *q, *k, *v;
+    const float *g, *beta, *initial;
+    float *state, *closed;
+    Stored* out;
+    const int* spans;
+    unsigned char* records;
+    i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head;
+    i64 words;                                 // of a sequence's state
+    int matrix, keys, updates, decays, marks;  // where they are in it
+    int key_size, size, heads, group, tokens;
+    float scale;
+};
+
+constexpr int COLUMNS = TILE / WARPS, WIDE = COLUMNS / 8;  // of a warp; side by side of a thread
+constexpr int STEPS = KEY_SIZE / 16, AHEAD = STEPS < 16 / WIDE ? STEPS : 16 / WIDE;
+constexpr int BLOCKS = TILE < 128 ? 4 : KEY_SIZE > 128 ? 2 : 3;  // of a multiprocessor, by their registers
+constexpr int LINE = TILE + PAD, PER = 16 / SIZE;                // in elements
+
+struct Memory {
+    Stored keys[CHUNK * KEYS], updates[CHUNK * LINE], own[2 * KEYS];  // the token's query and key
+    Stored scores[CHUNK], values[TILE];
+    float weights[CHUNK], decays[CHUNK], residuals[TILE];
+};
+
+template <class T>
+struct alignas(WIDE * sizeof(T)) Wide {
+    T x[WIDE];
+};
+
+// Rows of a step's right operand that a thread has, from row `in_pair` on: 0, 1, 8 and 9.
+__device__ __forceinline__ constexpr int row_of(int y) { return y % 2 + y / 2 * 8; }
+
+struct Warp {
+    Memory& m;
+    float* matrix;     // of the head, from the warp's first column on
+    const float* own;  // the thread's first element of it
+    int columns, warp, lane, in_row, in_pair;
+
+    // Whether there are the columns of one thread in eight.
+    __device__ __forceinline__ bool has(int place) const {
+        return VALUE_SIZE % TILE == 0 || place * WIDE < columns;
+    }
+
+    // What the thread has of 16 rows of the matrix.
+    __device__ __forceinline__ void read(Wide<float> (&s)[4], int d) const {
+#pragma unroll
+        for (int y = 0; y < 4; ++y)
+            s[y] = has(in_row) ? *reinterpret_cast<const Wide<float>*>(own + (d + row_of(y)) * VALUE_SIZE)
+                               : Wide<float>{};
+    }
+
+    // And of 16 rows of updates.
+    __device__ __forceinline__ void read(Wide<Stored> (&u)[4], int j) const {
+        const Stored* from = m.updates + (j + in_pair) * LINE + warp * COLUMNS + in_row * WIDE;
+#pragma unroll
+        for (int y = 0; y < 4; ++y) u[y] = *reinterpret_cast<const Wide<Stored>*>(from + row_of(y) * LINE);
+    }
+
+    // Carries chains on by 16 rows of updates. The left operand's rows are `scores`, and with them -weights.
+    __device__ __forceinline__ void add(float (&acc)[WIDE][4], int j, bool with_weights) const {
+        u32 a[4] = {};
+        if (in_row == 0) {
+            const u32* from = reinterpret_cast<const u32*>(m.scores + j + in_pair);
+            a[0] = from[0], a[2] = from[4];
+        } else if (with_weights && in_row == 1) {
+            const float* from = m.weights + j + in_pair;
+            a[0] = E::pack(-from[0], -from[1]), a[2] = E::pack(-from[8], -from[9]);
+        }
+        Wide<Stored> u[4];
+        read(u, j);
+#pragma unroll
+        for (int x = 0; x < WIDE; ++x) {
+            const u32 b[2] = {u[0].x[x] | u32(u[1].x[x]) << 16, u[2].x[x] | u32(u[3].x[x]) << 16};
+            mma_m16n8k16<TYPE == BF16>(acc[x], a, b);
+        }
+    }
+
+    // The matrix at the end of a full chunk, for the warp's columns. An empty chunk of updates follows.
+    __device__ __forceinline__ void close() const {
+        const float last = m.decays[CHUNK - 1], kept = exp2_of(last);
+        u32 b[CHUNK / 16][WIDE][2];
+#pragma unroll
+        for (int k = 0; k < CHUNK / 16; ++k) {
+            Wide<Stored> u[4];
+            float left[4];
+            read(u, k * 16);
+#pragma unroll
+            for (int y = 0; y < 4; ++y)
+                left[y] = exp2_of(__fsub_rn(last, m.decays[k * 16 + in_pair + row_of(y)]));
+#pragma unroll
+            for (int x = 0; x < WIDE; ++x)
+#pragma unroll
+                for (int y = 0; y < 2; ++y)
+                    b[k][x][y] = E::pack(__fmul_rn(E::widen(u[2 * y].x[x]), left[2 * y]),
+                                         __fmul_rn(E::widen(u[2 * y + 1].x[x]), left[2 * y + 1]));
+        }
+        const u32 key_rows = shared_address(m.keys + (lane / 16 * 8 + lane % 8) * KEYS + lane / 8 % 2 * 8);
+#pragma unroll 1
+        for (int d = 0; d < KEY_SIZE; d += 16) {
+            float acc[WIDE][4];
+            Wide<float>* at[4];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const int place = in_pair + c % 2, row = d + in_row + c / 2 * 8;
+                at[c] = reinterpret_cast<Wide<float>*>(matrix + row * VALUE_SIZE + place * WIDE);
+                const Wide<float> s = has(place) ? *at[c] : Wide<float>{};
+#pragma unroll
+                for (int x = 0; x < WIDE; ++x) acc[x][c] = __fmul_rn(s.x[x], kept);
+            }
+#pragma unroll
+            for (int k = 0; k < CHUNK / 16; ++k) {
+                u32 a[4];
+                ldmatrix_x4<true>(a, key_rows + (k * 16 * KEYS + d) * SIZE);
+#pragma unroll
+                for (int x = 0; x < WIDE; ++x) mma_m16n8k16<TYPE == BF16>(acc[x], a, b[k][x]);
+            }
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                Wide<float> s;
+#pragma unroll
+                for (int x = 0; x < WIDE; ++x) s.x[x] = acc[x][c];
+                if (has(in_pair + c % 2)) *at[c] = s;
+            }
+        }
+        __syncwarp();
+        for (int x = lane; x < 16 * COLUMNS; x += 32)
+            m.updates[x / COLUMNS * LINE + warp * COLUMNS + x % COLUMNS] = E::narrow(0.0f);
+        __syncwarp();
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    Memory& m = *reinterpret_cast<Memory*>(bytes);
+    const int head = blockIdx.y, first_column = blockIdx.x * TILE, tiles = gridDim.x;
+    const i64 token = blockIdx.z;  // the only one of its sequence
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
+    const int columns = min(TILE, VALUE_SIZE - first_column);
+    const Stored* q = p.q + token * p.q_token + head / p.group * p.q_head;
+    const Stored* k = p.k + token * p.k_token + head / p.group * p.k_head;
+    const Stored* v = p.v + token * p.v_token + head * p.v_head + first_column;
+    float* state = p.state + token * p.words;
+    Stored* keys = reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * KEY_SIZE;
+    Stored* updates =
+        reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * VALUE_SIZE + first_column;
+    float* decays = state + p.decays + i64(head) * CHUNK;
+    float* matrix = state + p.matrix + i64(head) * KEY_SIZE * VALUE_SIZE + first_column + warp * COLUMNS;
+    // Unsigned, so that the compiler keeps one address for all rows.
+    const float* own_matrix = matrix + (u32(in_pair) * VALUE_SIZE + u32(in_row) * WIDE);
+    const Warp w{m, matrix, own_matrix, columns - warp * COLUMNS, warp, lane, in_row, in_pair};
+
+    const int before = min(max(int(state[0]), 0), CHUNK);
+    Wide<float> ring[AHEAD][4];
+#pragma unroll
+    for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
+    const float gamma = p.g ? __fmul_rn(p.g[token * p.g_token + head * p.g_head], contract::LOG2E) : 0.0f;
+    [[maybe_unused]] const float beta = DELTA ? p.beta[token * p.beta_token + head * p.beta_head] : 0.0f;
+#pragma unroll
+    for (int n = 0; n < KEY_SIZE; n += THREADS) {
+        const int x = n + threadIdx.x, row = x >= KEY_SIZE / 2, d = (x - row * (KEY_SIZE / 2)) * 2;
+        if (x < KEY_SIZE)
+            *reinterpret_cast<u32*>(m.own + row * KEYS + d) =
+                *reinterpret_cast<const u32*>((row ? k : q) + d);
+    }
+    if (threadIdx.x < TILE) m.values[threadIdx.x] = threadIdx.x < columns ? v[threadIdx.x] : E::narrow(0.0f);
+    if (threadIdx.x < CHUNK) m.decays[threadIdx.x] = decays[threadIdx.x];  // garbage from `before` on
+
+    // Keys, and updates of whole blocks: zeros where there are no rows.
+#pragma unroll
+    for (int n = 0; n < CHUNK * (KEY_SIZE / PER); n += THREADS) {
+        const int x = n + threadIdx.x, j = x / (KEY_SIZE / PER), d = x % (KEY_SIZE / PER) * PER;
+        if (j < before) cp_async_16(shared_address(m.keys + j * KEYS + d), keys + j * KEY_SIZE + d);
+    }
+    const int held = min(before / 16 * 16 + 16, CHUNK);
+#pragma unroll
+    for (int n = 0; n < CHUNK * (TILE / PER); n += THREADS) {
+        const int x = n + threadIdx.x, j = x / (TILE / PER), e = x % (TILE / PER) * PER;
+        const bool given = j < before && e < columns;
+        if (j < held)
+            cp_async_16(shared_address(m.updates + j * LINE + e), updates + (given ? j * VALUE_SIZE + e : 0),
+                        given ? 16 : 0);
+    }
+    cp_async_commit();
+    __syncthreads();
+    if (before == CHUNK) {
+        cp_async_wait<0>();
+        __syncthreads();
+        w.close();
+#pragma unroll
+        for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
+    }
+    const int i = before % CHUNK, block = i / 16 * 16;
+    const float decay = __fadd_rn(i ? m.decays[i - 1] : 0.0f, gamma);
+
+    // Products of both with the matrix.
+    const auto own = [&](int d, u32(&a)[4]) {
+        a[0] = a[1] = a[2] = a[3] = 0;
+        if (in_row < 1 + DELTA) {
+            const u32* from = reinterpret_cast<const u32*>(m.own + in_row * KEYS + d + in_pair);
+            a[0] = from[0], a[2] = from[4];
+        }
+    };
+    float acc[WIDE][4] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        u32 a[4];
+        own(step * 16, a);
+        Wide<float>(&s)[4] = ring[step % AHEAD];
+#pragma unroll
+        for (int x = 0; x < WIDE; ++x) {
+            const u32 b[2] = {E::pack(s[0].x[x], s[1].x[x]), E::pack(s[2].x[x], s[3].x[x])};
+            mma_m16n8k16<TYPE == BF16>(acc[x], a, b);
+        }
+        if (step + AHEAD < STEPS) w.read(s, (step + AHEAD) * 16);
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+
+    // All of the sequence's state that others write was read.
+    [[maybe_unused]] int of_head = 0, of_all = 0;  // blocks that came before
+    int* marks = reinterpret_cast<int*>(state + p.marks);
+    constexpr int LAST = WARPS - 1;  // the warp that has least to do next
+    if (warp == LAST && lane == 0) {
+        __threadfence();
+        of_head = atomicAdd(marks + 1 + head, 1);
+        of_all = atomicAdd(marks, 1);
+    }
+
+    // Scores, and weights of updates.
+    for (int j = warp * 8; j < block + 16; j += WARPS * 8) {
+        float c[4] = {};
+        const Stored* from = (j + in_row == i ? m.own + KEYS : m.keys + (j + in_row) * KEYS) + in_pair;
+#pragma unroll
+        for (int d = 0; d < KEY_SIZE; d += 16) {
+            u32 a[4];
+            own(d, a);
+            const u32 b[2] = {*reinterpret_cast<const u32*>(from + d),
+                              *reinterpret_cast<const u32*>(from + d + 8)};
+            mma_m16n8k16<TYPE == BF16>(c, a, b);
+        }
+#pragma unroll
+        for (int y = 0; y < 2; ++y) {
+            const int of = j + in_pair + y;
+            const float weight = of <= i ? exp2_of(__fsub_rn(decay, of == i ? decay : m.decays[of])) : 0.0f;
+            if (in_row == 0) m.scores[of] = E::narrow(of <= i ? __fmul_rn(c[y], weight) : 0.0f);
+            if (in_row == 1) m.weights[of] = of < i ? __fmul_rn(c[y], weight) : 0.0f;
+        }
+    }
+    __syncthreads();
+
+    // From what was read of the matrix, by the updates of earlier blocks.
+    const float since = exp2_of(decay);
+#pragma unroll
+    for (int x = 0; x < WIDE; ++x)
+#pragma unroll
+        for (int y = 0; y < 2; ++y) {
+            acc[x][y] = __fmul_rn(acc[x][y], since);
+            if (in_row == 1)
+                acc[x][y] =
+                    __fsub_rn(E::widen(m.values[warp * COLUMNS + (in_pair + y) * WIDE + x]), acc[x][y]);
+        }
+    for (int j = 0; j < block; j += 16) w.add(acc, j, DELTA);
+
+    // A thread for each column has its own block's, and the update.
+    if constexpr (DELTA) {
+        if (in_row == 1) {
+#pragma unroll
+            for (int x = 0; x < WIDE; ++x)
+#pragma unroll
+                for (int y = 0; y < 2; ++y)
+                    m.residuals[warp * COLUMNS + (in_pair + y) * WIDE + x] = acc[x][y];
+        }
+        __syncwarp();
+    }
+    if (lane < COLUMNS) {
+        const int e = warp * COLUMNS + lane;
+        Stored update = m.values[e];
+        if constexpr (DELTA) {
+            float z = m.residuals[e];
+#pragma unroll
+            for (int j = 0; j < 15; ++j)  // from i on there are zeros
+                z = __fmaf_rn(-m.weights[block + j], E::widen(m.updates[(block + j) * LINE + e]), z);
+            update = E::narrow(__fmul_rn(beta, z));
+        }
+        m.updates[i * LINE + e] = update;
+        if (e < columns) updates[i * VALUE_SIZE + e] = update;
+    }
+    __syncwarp();
+    w.add(acc, block, false);
+
+    if (in_row == 0 && w.has(in_pair)) {
+        Stored* out = p.out + (token * p.heads + head) * VALUE_SIZE + first_column + warp * COLUMNS;
+        Wide<u32> results;
+#pragma unroll
+        for (int n = 0; n < 2 * WIDE; n += 2) {
+            float y[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                y[c] = contract::canonical(
+                    __fmul_rn(__fadd_rn(acc[(n + c) % WIDE][(n + c) / WIDE], 0.0f), p.scale));
+            results.x[n / 2] = E::pack(y[0], y[1]);
+        }
+        *reinterpret_cast<Wide<u32>*>(out + in_pair * WIDE) = results;
+    }
+
+    // Blocks share the head's keys and decays, and the sequence's count of rows: the last that read them writes them.
+    if (warp == LAST) {
+        if (__shfl_sync(0xFFFFFFFF, of_head, 0) == tiles - 1) {
+            for (int d = lane * 2; d < KEY_SIZE; d += 64)
+                *reinterpret_cast<u32*>(keys + i * KEY_SIZE + d) =
+                    *reinterpret_cast<const u32*>(m.own + KEYS + d);
+            if (lane == 0) decays[i] = decay, marks[1 + head] = 0;
+        }
+        if (lane == 0 && of_all == tiles * int(gridDim.y) - 1) state[0] = float(i + 1), *marks = 0;
+    }
+}
