@@ -320,7 +320,7 @@ class DeltaGradients:
     staged: bool
 
     def memory(
-        self, dtype: torch.dtype, key_size: int, size: int, by_channel: bool = False
+        self, dtype: torch.dtype, key_size: int, size: int, tensor_core: bool, by_channel: bool = False
     ) -> tuple[int, int]:
         """Bytes of shared memory of the two kernels: ``struct Memory`` of each."""
         bytes_, pad = dtype.itemsize, 16 // dtype.itemsize
@@ -329,6 +329,10 @@ class DeltaGradients:
         stored = 2 * CHUNK * keys + 3 * self.tile * columns + CHUNK * columns
         floats = CHUNK * (CHUNK + 8) + self.tile * (key_size + 8) + CHUNK * (self.tile + 8)
         matrices = stored * bytes_ + 4 * (floats + decays + CHUNK)
+        if tensor_core and self.staged and not by_channel:
+            shared = max(2 * CHUNK * values * bytes_, 4 * CHUNK * (key_size + 4))
+            stored = 2 * CHUNK * keys + CHUNK * values + 2 * CHUNK * columns
+            return matrices, stored * bytes_ + shared + 4 * (5 * CHUNK + key_size + 4)
         stored, floats = 0, 2 * CHUNK * (key_size + 1) + decays + 2 * CHUNK + key_size
         if by_channel:
             floats += 2 * CHUNK * (CHUNK + 8)
@@ -349,15 +353,22 @@ def catalogue_of_gradients() -> Iterator[DeltaGradients]:
 
 
 def choose_of_gradients(
-    dtype: torch.dtype, key_size: int, size: int, blocks: int, by_channel: bool, device: int
+    dtype: torch.dtype,
+    key_size: int,
+    size: int,
+    blocks: int,
+    tensor_core: bool,
+    by_channel: bool,
+    device: int,
 ) -> DeltaGradients:
     """The schedule for sequences times heads `blocks`."""
     info = devices.device_info(device)
     wide = blocks * -(-size // 64) >= info.sm_count and size > 32
-    staged = DeltaGradients(16, True).memory(dtype, key_size, size, by_channel)[1] <= info.max_smem
+    operands = dtype, key_size, size, tensor_core, by_channel
+    staged = DeltaGradients(16, True).memory(*operands)[1] <= info.max_smem
     for tile in (64, 32, 16) if wide else (32, 16):
         schedule = DeltaGradients(tile, staged)
-        if max(schedule.memory(dtype, key_size, size, by_channel)) <= info.max_smem:
+        if max(schedule.memory(*operands)) <= info.max_smem:
             return schedule
     raise UnavailableError(
         f"samebits' CUDA kernels for gradients of delta rules do not take keys of {key_size} in {dtype} on"
@@ -387,7 +398,7 @@ def gradients_spec(
         constants += (("TILE", schedule.tile),)
     else:
         constants += (("VALUE_SIZE", _padded(size)), ("STAGED", int(schedule.staged)))
-    smem = schedule.memory(dtype, key_size, size, by_channel)[which == "rows"]
+    smem = schedule.memory(dtype, key_size, size, tensor_core, by_channel)[which == "rows"]
     name = f"delta_{which}_backward"
     return compiler.KernelSpec(
         *(f"{name}.cu", name, "15P7q6if", constants),
@@ -430,7 +441,8 @@ def backward(
     dinitial = None if x.initial is None else new(x.initial.shape)
     if sequences and heads:
         if schedule is None:
-            schedule = choose_of_gradients(dtype, padded, size, sequences * heads, x.by_channel, device)
+            of = dtype, padded, size, sequences * heads
+            schedule = choose_of_gradients(*of, tensor_core, x.by_channel, device)
         matrices, rows = (
             _gradients_kernel(
                 *(device, which, schedule, dtype, padded, size),

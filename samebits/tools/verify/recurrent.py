@@ -266,8 +266,8 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
         def chosen_of_gradients(
             dtype: torch.dtype, key_size: int, size: int, *rest: Any
         ) -> delta.DeltaGradients:
-            _, by_channel, device = rest
-            needs = max(gradients.memory(dtype, key_size, size, by_channel))
+            _, tensor_core, by_channel, device = rest
+            needs = max(gradients.memory(dtype, key_size, size, tensor_core, by_channel))
             fits = needs <= devices.device_info(device).max_smem
             return gradients if fits else choose_of_gradients(dtype, key_size, size, *rest)
 

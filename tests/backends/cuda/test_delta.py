@@ -284,7 +284,7 @@ def test_gradients_have_the_references_bits(
     """From matrices, and from where a state goes on."""
     on_cpu = operands(form)
     padded = -(-on_cpu.q.shape[2] // 16) * 16
-    memory = schedule.memory(on_cpu.q.dtype, padded, on_cpu.v.shape[2], on_cpu.by_channel)
+    memory = schedule.memory(on_cpu.q.dtype, padded, on_cpu.v.shape[2], bool(form[1]), on_cpu.by_channel)
     if max(memory) > 227 << 10:
         pytest.skip("takes more shared memory than there is")
     contract = TENSOR_CORE.key if form[1] else FMA.key

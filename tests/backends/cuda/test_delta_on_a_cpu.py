@@ -36,6 +36,11 @@ FORMS = [
     (torch.float32, False, True, "channels", 1, 1, 12, 16),
 ]
 GRADIENTS = [kernels.DeltaGradients(16, True), kernels.DeltaGradients(32, False)]
+OF_GRADIENTS = [
+    *zip(FORMS, (GRADIENTS * 3)[:-1], strict=True),
+    (FORMS[1], GRADIENTS[0]),
+    ((torch.bfloat16, True, True, True, 1, 2, 80, 40), GRADIENTS[0]),  # some warps have no channels
+]
 SCHEDULES = [kernels.Schedule(16, 16, 4, 1), kernels.Schedule(32, 64, 8, 2)]
 
 
@@ -148,7 +153,7 @@ def test_forward_where_all_decays(decays: object) -> None:
     assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize(("form", "schedule"), [*zip(FORMS, (GRADIENTS * 3)[:-1], strict=True)], ids=str)
+@pytest.mark.parametrize(("form", "schedule"), OF_GRADIENTS, ids=str)
 def test_backward(
     form: tuple[object, ...], schedule: kernels.DeltaGradients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
