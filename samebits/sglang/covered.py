@@ -56,7 +56,6 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "enable_torch_compile": ((False,), "compiled code has kernels of its own", _UNSET),
     "enable_deterministic_inference": ((False,), "samebits replaces the same operators", _UNSET),
     "rl_on_policy_target": ((None,), "it has the bits of another trainer", "give 'samebits'"),
-    "enable_fp32_lm_head": ((False,), "the head of transformers computes in the model's dtype", _UNSET),
     "disaggregation_mode": (("null",), "prefill and decoding in two engines are not tested", _LATER),
     "enable_hierarchical_cache": ((False,), "its cache is not tested", _LATER),
     "enable_two_batch_overlap": ((False,), "it cuts batches in two, which is not tested", _LATER),

@@ -83,8 +83,12 @@ def _head_norms(
 
 
 def _logits(self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor:
-    """The head, and what ``transformers`` does to logits in the model's dtype. SGLang does it in float32."""
-    logits = linear(hidden_states, lm_head.weight)
+    """The head, and what ``transformers`` does to logits in their dtype. SGLang does it in float32.
+
+    With ``enable_fp32_lm_head`` that dtype is float32, and the operands stay in 16 bits.
+    """
+    wide = torch.float32 if self.use_fp32_lm_head else None
+    logits = linear(hidden_states, lm_head.weight, out_dtype=wide)
     if self.samebits_divisor is not None:
         logits = logits / self.samebits_divisor
     if self.samebits_soft_cap is not None:

@@ -36,7 +36,8 @@ def warm_up(model: nn.Module, runner: Any) -> None:
     sequences = args.max_running_requests or 256
     layers = [m.weight for m in model.modules() if isinstance(m, LinearBase)]
     heads = [m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)]  # one may be tied
-    make_ready(products(layers, tokens) + products(heads, max(sequences, _PROMPT_ROWS)))
+    wide = torch.float32 if args.enable_fp32_lm_head else None
+    make_ready(products(layers, tokens) + products(heads, max(sequences, _PROMPT_ROWS), wide))
     make_ready([*_attention(model, runner, tokens, sequences)])
 
 

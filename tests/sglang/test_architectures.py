@@ -30,6 +30,23 @@ def test_bits_of_the_trainer(name: str, start: Start, folders: Callable[[str], P
     assert parity.tokens == 4 * 6 + sum(len(s.prompt) - 1 for s in samples)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_a_head_in_float32(name: str, start: Start, folders: Callable[[str], Path]) -> None:
+    """Also where its logits are capped or divided."""
+    import torch
+
+    import samebits
+    from samebits.engines.parity import compare, replay
+
+    samples = start(name, enable_fp32_lm_head=True, **OPTIONS.get(name, {})).generate(prompts(4, 3, 40))
+    sequences = [[*s.prompt, *s.tokens] for s in samples]
+    model = trainer(folders(name))
+    assert not compare(samples, replay(model, sequences))
+    samebits.convert(model, filter=lambda name, _: name == "lm_head", out_dtype=torch.float32)
+    parity = compare(samples, replay(model, sequences))
+    assert parity, str(parity)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 0.0])
 def test_temperature(temperature: float, start: Start, folders: Callable[[str], Path]) -> None:
     """Greedy rows count as of temperature 1."""

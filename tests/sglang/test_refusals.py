@@ -20,7 +20,6 @@ from tests.sglang.conftest import Start, arguments
         ({"cuda_graph_backend_prefill": "full"}, r"cuda_graph_backend_prefill='full': only decoding"),
         ({"kv_cache_dtype": "fp8_e4m3"}, r"kv_cache_dtype='fp8_e4m3': .*give 'auto'"),
         ({"tp_size": 2}, r"tp_size=2: sums over GPUs"),
-        ({"enable_fp32_lm_head": True}, r"enable_fp32_lm_head=True: the head of transformers"),
         ({"rl_on_policy_target": "fsdp"}, r"rl_on_policy_target='fsdp': it has the bits of another trainer"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
