@@ -259,12 +259,11 @@ def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedu
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", [*kernels.catalogue_of_steps(), None], ids=str)
 @pytest.mark.parametrize("form", STEP_FORMS, ids=str)
-def test_steps_have_the_references_bits(form: tuple[object, ...], schedule: kernels.Step | None) -> None:
-    """A token after each number of rows, then more: through a chunk's end."""
+def test_every_step_has_the_references_bits(form: tuple[object, ...]) -> None:
+    """A token after each number of rows, then another, by all schedules: through a chunk's end."""
     found = []
-    for device in ("cpu", "cuda"):
+    for device, schedule in [("cpu", None), *(("cuda", s) for s in [*kernels.catalogue_of_steps(), None])]:
         x, state = step(form, [*range(65), 7], device)
         for _ in range(2):
             out = torch.full_like(x.v, torch.nan).contiguous()
@@ -273,7 +272,8 @@ def test_steps_have_the_references_bits(form: tuple[object, ...], schedule: kern
             else:
                 kernels.forward(x, state.data, out, None, schedule)
         found.append((out, state))
-    assert_same_step(found[1], found[0])
+    for got in found[1:]:
+        assert_same_step(got, found[0])
 
 
 @pytest.mark.gpu
