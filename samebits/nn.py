@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from samebits.backends import Key
 from samebits.contract import Contract
+from samebits.ops._autograd import without_modes
 from samebits.ops._checks import SUPPORTED, check_contract, check_operands, check_segments, shape
 from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, refuse_vmap
-from samebits.ops._operator import without_modes
 from samebits.ops._products import addbmm, addbmm_later, as_operand, product
 from samebits.ops._sequences import sequences
 from samebits.ops.fp8_linear import fp8_linear

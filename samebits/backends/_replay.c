@@ -19,6 +19,7 @@ enum {
     MOST_RECIPES = 8192,  /* of one operation; more would be made as the program runs */
     MOST_DIMS = 64,       /* of a tensor */
     STRIDED = 0,          /* PyTorch's number of the layout of dense tensors */
+    MOST_DEPTH = 2,       /* of tuples in tuples */
     MOST_KEY = 4096,      /* bytes of a key */
     STREAM = 32,          /* where CUlaunchConfig has its stream */
     PARAMS = 128,         /* where the parameters begin, after the CUlaunchConfig */
@@ -475,11 +476,13 @@ static int add_one(Key* key, PyObject* x) {
     return (PyObject*)Py_TYPE(x) == with.dtype ? add(key, 'd', &x, sizeof x) : -1;
 }
 
-static int add_all(Key* key, PyObject* found) {
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(found);
-    if (add(key, '(', &count, sizeof count)) return -1;
+/* Such, or a tuple or a list of these, `depth` deep. */
+static int add_all(Key* key, PyObject* x, int depth) {
+    if (!PyTuple_Check(x) && !PyList_CheckExact(x)) return add_one(key, x);
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(x);
+    if (depth == 0 || add(key, '(', &count, sizeof count)) return -1;
     for (Py_ssize_t i = 0; i < count; i++)
-        if (add_one(key, PySequence_Fast_GET_ITEM(found, i))) return -1;
+        if (add_all(key, PySequence_Fast_GET_ITEM(x, i), depth - 1)) return -1;
     return 0;
 }
 
@@ -505,12 +508,12 @@ static PyObject* make_key(PyObject* const* args, Py_ssize_t count, PyObject* nam
             *recorded |= one;
             if (grad_enabled == 0) one = 2;
             if (add_tensor(&key, x, tensors, (int)i, self, one, device)) return NULL;
-        } else if (PyTuple_Check(x) || PyList_CheckExact(x) ? add_all(&key, x) : add_one(&key, x)) {
+        } else if (add_all(&key, x, MOST_DEPTH)) {
             return NULL;
         }
     }
     if (*device == LONG_MIN) return NULL; /* no tensor */
-    if (add(&key, '@', device, sizeof *device) || (names != NULL && add_all(&key, names))) return NULL;
+    if (add(&key, '@', device, sizeof *device) || (names != NULL && add_all(&key, names, 1))) return NULL;
     return PyBytes_FromStringAndSize((const char*)key.bytes, key.size);
 }
 

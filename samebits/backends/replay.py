@@ -53,6 +53,8 @@ available: bool = _replay is not None
 # As in _replay.c:
 _PARAMS_AT = 128  # where parameters begin, after the CUlaunchConfig
 _MOST_TENSORS = 48  # arguments and allocations
+_SMALL = 1 << 16  # bytes
+_ALIGNED = 512  # as PyTorch's allocations are
 _READ = ("data_ptr", "dim", "sizes", "strides", "dtype", "layout")  # by PyTorch's stable functions for C
 
 
@@ -332,8 +334,18 @@ class Recording:
                 raise RefusedError("two results are one tensor")
             if not self._launches and any(t.numel() for t in self._allocations):
                 raise RefusedError("nothing was launched")
+            places, geometries = self._together(geometries, made)
+            launches = (
+                (
+                    function,
+                    packed,
+                    tuple((at, places[i][0], is_map, places[i][1] + delta) for at, i, is_map, delta in to),
+                )
+                for function, packed, to in self._launches
+            )
+            indices = [None if i is None else places[i][0] for i in indices]
             return _replay.Recipe(
-                *(self._device(), len(self._args), tuple(geometries), tuple(self._launches)),
+                *(self._device(), len(self._args), tuple(geometries), tuple(launches)),
                 *(
                     (*self._kernels, *self.constants),
                     tuple(indices) if type(result) is tuple else indices[0],
@@ -343,6 +355,29 @@ class Recording:
         except (RefusedError, ValueError) as error:  # ValueError: too many tensors, or bytes
             self.refused = str(error)
             return None
+
+    def _together(
+        self, geometries: list[tuple[Any, ...]], returned: list[int]
+    ) -> tuple[dict[int, tuple[int, int]], list[tuple[Any, ...]]]:
+        """What is allocated, where small memory that is not returned is one allocation if it is side by side.
+
+        Also of each tensor, by its index, the index then, and the bytes from the start.
+        """
+        count = len(self._args)
+        places, found = {i: (i, 0) for i in range(count)}, list[tuple[Any, ...]]()
+        size = 0  # of the last one, if more may be put there
+        for i, (t, geometry) in enumerate(zip(self._allocations, geometries, strict=True), count):
+            extent = _extent(t)
+            if i in returned or extent > _SMALL:
+                places[i], size = (count + len(found), 0), 0
+                found.append(geometry)
+            elif extent:
+                if not size:
+                    found.append(())
+                places[i] = count + len(found) - 1, size
+                size += -(-extent // _ALIGNED) * _ALIGNED
+                found[-1] = (size,), (1,), torch.uint8
+        return places, found
 
     def _device(self) -> int:
         return next(t.get_device() for t in self._args if isinstance(t, Tensor))

@@ -23,7 +23,7 @@ from samebits.mode.functions import HIGHER_ORDER
 from samebits.mode.operators import OperatorRule, operator_rules, outs
 from samebits.mode.patches import called_by_engine, install
 from samebits.mode.recorded import was_recorded
-from samebits.ops._operator import EXTRAORDINARY, thread
+from samebits.ops._autograd import EXTRAORDINARY, thread
 
 __all__ = ["register_context", "register_process"]
 

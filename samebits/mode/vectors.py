@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from samebits.mode.arguments import records, tensors_of
-from samebits.ops._operator import as_no_view, library, plainly, refuse_second_derivatives
+from samebits.ops._autograd import plainly
+from samebits.ops._operator import as_no_view, library, refuse_second_derivatives
 from samebits.ops.expand import expand
 
 __all__ = ["as_operator", "in_whole_vectors"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -13,25 +12,13 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad, profiler
 
-from samebits.backends import is_chosen, same_shape
-from samebits.backends.modes import CONTEXT, include, includes, sees_calls
+from samebits.backends import same_shape
+from samebits.backends.modes import sees_calls
 from samebits.backends.replay import here, replayed, traced, viewed
+from samebits.ops._autograd import EXTRAORDINARY, plainly, planned, recorded, without_modes
 from samebits.remedies import see
 
 library = torch.library.Library("samebits", "DEF")
-
-
-def _is_watched() -> bool:
-    return forward_ad._current_level >= 0 or profiler._is_profiler_enabled or is_chosen()
-
-
-EXTRAORDINARY: tuple[Callable[[], Any], ...] = (
-    torch._C._is_any_autocast_enabled,
-    torch._C._functorch.peek_interpreter_stack,
-    torch._C._get_tracing_state,
-    _is_watched,
-)
-"""Questions for :func:`replayed`: whether calls of public functions may do more than their arguments say."""
 
 
 class Operator:
@@ -49,7 +36,7 @@ class Operator:
             autograd: where the schema has such tensors, the caller must. None: where it has none.
     """
 
-    __slots__ = ("_call", "_cpu", "_cuda", "_gradients", "_quick", "_recorded", "_registered")
+    __slots__ = ("_call", "_cpu", "_cuda", "_plan", "_quick", "_recorded", "_registered")
 
     def __init__(
         self,
@@ -72,17 +59,22 @@ class Operator:
         self._registered = getattr(torch.ops.samebits, name).default
         self._cuda = replayed(cuda) if replays else cuda
         self._cpu, self._recorded = cpu, self._registered
-        self._gradients: tuple[Callable[..., None], Callable[..., Any]] | None = None
+        self._plan: Callable[..., Callable[..., Any]] | None = None
         self._call = replayed(self._dispatched, *EXTRAORDINARY) if replays else self._dispatched
         self._quick: torch.library.Library | None = None
         self._shorten_dispatch()
 
-    def register_autograd(self, gradients: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them."""
+    def register_autograd(
+        self, gradients: Callable[..., Any], *, setup_context: Callable[..., None], replays: bool = True
+    ) -> None:
+        """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them.
+
+        ``replays=False``: they call functions of PyTorch's, so that no backward can be replayed.
+        """
         backward = without_modes(gradients)
         torch.library.register_autograd(self._registered, backward, setup_context=setup_context, lib=library)
-        self._gradients = setup_context, backward
-        self._recorded = _recorded(self._run, *self._gradients)
+        self._recorded = recorded(self._run, setup_context, backward)
+        self._plan = planned(gradients, setup_context, plainly(self._run), replays)
         self._shorten_dispatch()
 
     def _shorten_dispatch(self) -> None:
@@ -116,7 +108,7 @@ class Operator:
 
     def __call__(self, *args: Any, bypass: bool = False) -> Any:
         """Run on the schema's arguments. ``bypass``: :func:`bypasses_dispatcher` is known to hold."""
-        if bypass:
+        if bypass and (self._plan is None or not torch.is_grad_enabled()):  # else there may be a plan
             return self._past_dispatcher(*args)
         if torch.compiler.is_compiling():
             if forward_ad._current_level >= 0:
@@ -154,11 +146,10 @@ class Operator:
     ) -> Callable[..., Any]:
         """What plans call in place of `run`. See :func:`traced`."""
         find = getattr(self._cuda, "recipe", None)  # None: it is not replayed
-        if self._gradients is not None and run is self._recorded and find is not None and not part:
+        if self._plan is not None and run is self._recorded and find is not None and not part:
             recipe = find(*args)
             if recipe is not None:
-                otherwise = plainly(self._run)
-                return _recorded(recipe, *self._gradients, part=part, otherwise=otherwise)
+                return self._plan(recipe, part)
         return plainly(run, part)
 
     def _run(self, *args: Any) -> Any:
@@ -204,55 +195,6 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     return found if torch.is_grad_enabled() else as_no_view(found)
 
 
-class _Thread(threading.local):
-    plain = False
-
-
-thread = _Thread()
-"""``plain``: whether PyTorch's operators are its own in this thread, whatever the process has switched on."""
-
-
-def plainly(run: Callable[..., Any], part: int | None = None) -> Callable[..., Any]:
-    """`run`, or one part of what it returns, with the mode off in either form."""
-
-    def call(*args: Any) -> Any:
-        before, inside = thread.plain, includes(CONTEXT)
-        try:
-            thread.plain = True
-            include(CONTEXT, False)
-            result = run(*args)
-        finally:
-            thread.plain = before
-            include(CONTEXT, inside)
-        return result if part is None else result[part]
-
-    return call
-
-
-def without_modes(gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that calls ``gradients(ctx, saved, *grads)`` with function modes and the mode off.
-
-    They cost microseconds in each call of PyTorch's functions. The saved tensors `saved` are read before
-    they are off: activation checkpointing then runs the forward again, which must see them.
-    """
-
-    @functools.wraps(gradients)
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if torch.compiler.is_compiling():  # which can read no keys, and takes the modes along
-            return gradients(ctx, ctx.saved_tensors, *grads)
-        saved, before, inside = ctx.saved_tensors, thread.plain, includes(CONTEXT)
-        try:
-            thread.plain = True
-            include(CONTEXT, False)
-            with torch._C.DisableTorchFunction():
-                return gradients(ctx, saved, *grads)
-        finally:
-            thread.plain = before
-            include(CONTEXT, inside)
-
-    return backward
-
-
 def refuse_second_derivatives(op: str) -> None:
     """Raise in a backward under ``create_graph``: only then are gradients enabled there."""
     if torch.is_grad_enabled():
@@ -267,35 +209,6 @@ def refuse_third_derivatives(op: str) -> None:
         raise NotImplementedError(
             f"samebits.{op}: third derivatives (create_graph in a second backward) are not implemented"
         )
-
-
-def _recorded(
-    run: Callable[..., Any],
-    setup_context: Callable[..., None],
-    gradients: Callable[..., Any],
-    part: int | None = None,
-    otherwise: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """`run`, or `otherwise` if that returns NotImplemented, recorded by autograd.
-
-    With `part`, which is 0, it returns the first of the results alone.
-    Autograd wraps each result, and fills a backward's missing gradients with zeros, which are launches. The
-    gradients are a function of the first one then. What else they need is saved, as ever.
-    """
-
-    class Recorded(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            output = run(*args)
-            if output is NotImplemented and otherwise is not None:
-                output = otherwise(*args)
-            setup_context(ctx, args, output)
-            return output if part is None else output[part]
-
-        backward = staticmethod(gradients)
-
-    # Function.apply would check for transforms once more.
-    return super(torch.autograd.Function, Recorded).apply
 
 
 _DENSE_TYPES = (Tensor, torch.nn.Parameter)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from samebits.backends import Key, Later, broadcast, contract_of, module_for
 from samebits.backends.replay import kept, replayed
-from samebits.ops._operator import EXTRAORDINARY, Operator
+from samebits.ops._autograd import EXTRAORDINARY
+from samebits.ops._operator import Operator
 from samebits.ops._sequences import check_offsets, sequences
 
 

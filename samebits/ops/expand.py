@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from samebits.backends import chosen_backend, same_shape
-from samebits.ops._operator import Operator, without_modes
+from samebits.ops._autograd import without_modes
+from samebits.ops._operator import Operator
 from samebits.ops._rows import backend, rounded
 
 

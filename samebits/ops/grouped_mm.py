@@ -10,9 +10,10 @@ from torch import Tensor
 from samebits.backends import Key
 from samebits.contract import Contract
 from samebits.ops import _grouped
+from samebits.ops._autograd import without_modes
 from samebits.ops._checks import check_device, check_operands, check_out_dtype, check_segments, shape
 from samebits.ops._memory import check_accumulator, has_memory, refuse_overlap, refuse_vmap
-from samebits.ops._operator import as_no_view, without_modes
+from samebits.ops._operator import as_no_view
 from samebits.ops._products import as_operand
 from samebits.ops.bmm import bmm
 

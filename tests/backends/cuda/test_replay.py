@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,8 +37,8 @@ from samebits.ops import (
     softmax,
     variance,
 )
+from samebits.ops._autograd import thread as this_thread
 from samebits.ops._operator import Operator
-from samebits.ops._operator import thread as this_thread
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
 needs_extension = pytest.mark.skipif(not replay.available, reason="the extension was not built")
@@ -410,6 +411,78 @@ def test_calls_of_plans_return_one_result(gpu: FakeGpu) -> None:
             assert launched == launched[:1] * 6
             assert nodes[0] > 1
             assert nodes[-1] == 1
+
+
+# Of x[16, 256], w[256, 256] and b[256].
+RECORDED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "softmax": lambda x, w, b: x.softmax(-1),
+    "log_softmax": lambda x, w, b: x.log_softmax(-1),
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (256,), b, b),
+    "rms_norm": lambda x, w, b: F.rms_norm(x, (256,), b),
+    "linear": lambda x, w, b: F.linear(x, w, b),
+    "mm": lambda x, w, b: x @ w,
+    "bmm": lambda x, w, b: torch.bmm(x.view(2, 8, 256), w.view(2, 256, 128)),
+    "gated": lambda x, w, b: samebits.gated(x),
+    "cross_entropy": lambda x, w, b: F.cross_entropy(x, torch.arange(16)),
+    "attention": lambda x, w, b: F.scaled_dot_product_attention(*(x.view(1, 4, 16, 64),) * 3, is_causal=True),
+}
+
+
+def backwards() -> list[Any]:
+    """What was found of the backwards of plans."""
+    of_plans = (r for r in replay._replays if r.run.__module__ == "samebits.ops._autograd")
+    return [found for r in of_plans for found in r.recipes.values()]
+
+
+@pytest.mark.parametrize("needed", [(True, True, True), (True, False, False), (False, True, True)])
+@pytest.mark.parametrize("name", RECORDED)
+def test_backwards_of_plans_are_replayed(gpu: FakeGpu, name: str, needed: tuple[bool, ...]) -> None:
+    x, w, b = (
+        v.requires_grad_(one) for v, one in zip((t(16, 256), t(256, 256), t(256)), needed, strict=True)
+    )
+    inputs = [v for v in (x, w, b) if v.requires_grad]
+    if not RECORDED[name](x, w, b).requires_grad:
+        pytest.skip("nothing is recorded")
+    replay.forget()
+    seen = []
+    with samebits.batch_invariant("error"):
+        for _ in range(8):  # the third has a plan, whose backward is recorded in the fifth
+            gpu.start()
+            out = RECORDED[name](x, w, b)
+            grads = torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
+            seen.append((gpu.log, [g if g is None else (g.shape, g.stride(), g.dtype) for g in grads]))
+        assert [launch[:2] for launch in seen[-1][0]] == [launch[:2] for launch in seen[0][0]]
+        assert [grads for _, grads in seen] == [seen[0][1]] * 8
+        assert [type(found).__name__ for found in backwards()] == ["Recipe"]
+
+
+@pytest.mark.parametrize("name", ["softmax", "layer_norm", "mm"])
+def test_gradients_of_gradients_behind_plans(gpu: FakeGpu, name: str) -> None:
+    x, w, b = (v.requires_grad_() for v in (t(16, 256), t(256, 256), t(256)))
+    replay.forget()
+    with samebits.batch_invariant("error"):
+        for _ in range(6):
+            gpu.start()
+            out = RECORDED[name](x, w, b)
+            (grad,) = torch.autograd.grad(out, [x], torch.ones_like(out), create_graph=True)
+            assert grad.requires_grad
+        assert not backwards()
+
+
+def test_a_backward_reads_what_hooks_of_saved_tensors_give_back(gpu: FakeGpu) -> None:
+    x, other = t(16, 256).requires_grad_(), t(16, 256)
+    replay.forget()
+    with samebits.batch_invariant("error"):
+        for give in (lambda y: y,) * 6 + (lambda y: other,):
+            gpu.start()
+            with torch.autograd.graph.saved_tensors_hooks(lambda y: y, give):
+                out = x.softmax(-1)
+            gpu.log.clear()
+            torch.autograd.grad(out, [x], torch.ones_like(out))
+            ((*_, packed),) = gpu.log
+            read = struct.unpack("3P", packed[:24])
+            assert (other if give(x) is other else out).data_ptr() in read
+    assert [type(found).__name__ for found in backwards()] == ["Recipe"]
 
 
 def test_plans_return_several_results_where_the_call_does(

@@ -160,7 +160,15 @@ def test_every_part_of_a_call_is_in_its_key(gpu: FakeGpu) -> None:
         *((x, 0), (x, 0.0), (x, -0.0), (x, False), (x, True), (x, 1), (x, 1.0), (x, 256), (x, -1), (x, "1")),
         *((x, ""), (x, "", ""), (x, '"'), (x, "1", "2"), (x, "12"), (x, "é"), (x, BF16), (x, F32)),
         *((x, ()), (x, (1,)), (x, (1, 2)), (x, (1,), 2), (x, 1, 2), (x, (1, None)), (x, ("1",)), (x, (1.0,))),
-        *((x, (True,)), (x, (BF16,)), (x, 2**40), (x, 2**40 + 1)),
+        *(
+            (x, (True,)),
+            (x, (BF16,)),
+            (x, ((1,),)),
+            (x, ((1,), 2)),
+            (x, ((1, 2),)),
+            (x, 2**40),
+            (x, 2**40 + 1),
+        ),
     ]
     for args in calls:
         call(*args)
@@ -170,7 +178,7 @@ def test_every_part_of_a_call_is_in_its_key(gpu: FakeGpu) -> None:
     call(t(4, 256), [1, 2])
     call(t(4, 256).requires_grad_())  # PyTorch has looked at that before
     assert len(call.recipes) == len(calls) + 5
-    for unknown in (2**70, [[1]], ((1,),), {}, object(), t(4, 256).to("meta"), 1j, (x,)):
+    for unknown in (2**70, [[[1]]], {}, object(), t(4, 256).to("meta"), 1j, (x,)):
         call(x, unknown)
     call(torch.ones((1,) * 65, dtype=BF16))
     call(x, "long" * 1024)
