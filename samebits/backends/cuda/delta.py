@@ -326,7 +326,8 @@ class DeltaGradients:
         bytes_, pad = dtype.itemsize, 16 // dtype.itemsize
         keys, values, columns = key_size + pad, _padded(size) + pad, CHUNK + pad
         decays = CHUNK * (key_size + 1 if by_channel else 1)
-        stored = 2 * CHUNK * keys + 3 * self.tile * columns + CHUNK * columns
+        stages = 2 if tensor_core and not by_channel and key_size <= 256 else 1
+        stored = stages * 2 * CHUNK * keys + 3 * self.tile * columns + CHUNK * columns
         floats = CHUNK * (CHUNK + 8) + self.tile * (key_size + 8) + CHUNK * (self.tile + 8)
         matrices = stored * bytes_ + 4 * (floats + decays + CHUNK)
         if tensor_core and self.staged and not by_channel:

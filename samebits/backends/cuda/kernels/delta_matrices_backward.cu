@@ -13,8 +13,11 @@
 constexpr int COLUMNS = CHUNK + PAD;                                           // in elements
 constexpr int MATRIX = KEY_SIZE + 8, WEIGHTS = CHUNK + 8, UPDATES = TILE + 8;  // in floats
 
+// The keys and queries of the chunk before are copied while one is computed, where there is memory for both.
+constexpr int STAGES = TENSOR_CORE && !BY_CHANNEL && KEY_SIZE <= 256 ? 2 : 1;
+
 struct Memory {
-    Stored keys[CHUNK * KEYS], queries[CHUNK * KEYS];
+    Stored keys[STAGES][CHUNK * KEYS], queries[STAGES][CHUNK * KEYS];
     Stored grads[TILE * COLUMNS], scaled[TILE * COLUMNS], of_z[TILE * COLUMNS];  // [column, row]
     Stored scores[CHUNK * COLUMNS];  // [key, query], times the scale
     float weights[CHUNK * WEIGHTS];  // of keys, negative, [key, row]
@@ -38,22 +41,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
 
-    for (int chunk = Span(p, sequence, 0).chunks - 1; chunk >= 0; --chunk) {
+    // Rows that are not there are zeros, and so are queries and gradients of those before this call's.
+    const auto load = [&](int chunk) {
+        const Span rows(p, sequence, chunk);
+        const Record record(p.records, i64(first_chunk(begin, sequence) + chunk) * p.heads + head, p.key_size,
+                            p.size);
+        const Stored* q = p.q + head / p.group * p.q_head + rows.token * p.q_token;
+        copy_rows<KEYS, KEY_SIZE>(m.keys[chunk % STAGES], record.keys, p.key_size, 0, rows.count, p.key_size);
+        copy_rows<KEYS, KEY_SIZE>(m.queries[chunk % STAGES], q, p.q_token, rows.before, rows.count,
+                                  p.key_size);
+        cp_async_commit();
+    };
+    int chunk = Span(p, sequence, 0).chunks - 1;
+    if (STAGES == 2 && chunk >= 0) load(chunk);
+    for (; chunk >= 0; --chunk) {
         const Span rows(p, sequence, chunk);
         const int count = rows.count;
         const Record record(p.records, i64(first_chunk(begin, sequence) + chunk) * p.heads + head, p.key_size,
                             p.size);
 
-        // Rows that are not there are zeros, and so are queries and gradients of those before this call's.
-        const Stored* q = p.q + head / p.group * p.q_head;
+        if (STAGES == 1) load(chunk);
+        const Stored *own_keys = m.keys[chunk % STAGES], *own_queries = m.queries[chunk % STAGES];
         const Stored* grad = p.grad + head * p.grad_head + first_column;
-        for (int x = threadIdx.x; x < CHUNK * KEY_SIZE; x += THREADS) {
-            const int i = x / KEY_SIZE, d = x % KEY_SIZE;
-            const bool exists = i < count && d < p.key_size;
-            m.keys[i * KEYS + d] = exists ? record.keys[i * p.key_size + d] : E::narrow(0.0f);
-            m.queries[i * KEYS + d] =
-                exists && i >= rows.before ? q[(rows.token + i) * p.q_token + d] : E::narrow(0.0f);
-        }
         for (int x = threadIdx.x; x < CHUNK * TILE; x += THREADS) {
             const int i = x / TILE, e = x % TILE;
             const bool exists = i < count && i >= rows.before && e < columns;
@@ -74,16 +83,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const int d = x / TILE, e = x % TILE;
             if (e < columns) record.of_matrix[i64(d) * p.size + first_column + e] = m.matrix[e * MATRIX + d];
         }
+        cp_async_wait<0>();
         __syncthreads();
+        if (STAGES == 2 && chunk) load(chunk - 1);
 
-        const Rows keys{m.keys, KEYS};
+        const Rows keys{own_keys, KEYS};
         const auto zero = [](int, int, float& c) { c = 0.0f; };
 #if BY_CHANNEL
         const float* last = m.decays + (count - 1) * DECAYS;
         for (int x = threadIdx.x; x < CHUNK * CHUNK; x += THREADS)
             m.scores[x / CHUNK * COLUMNS + x % CHUNK] = E::narrow(__fmul_rn(0.0f, p.scale));
         __syncthreads();
-        scores_by_channel<CHUNK>(m.queries, m.keys, m.decays, 0, 0, count, p.key_size,
+        scores_by_channel<CHUNK>(own_queries, own_keys, m.decays, 0, 0, count, p.key_size,
                                  [&](int i, int j, const float* of_query, const float* of_key) {
                                      if (of_query)
                                          m.scores[j * COLUMNS + i] = E::narrow(__fmul_rn(*of_query, p.scale));
@@ -91,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                  });
 #else
         const float last = m.decays[count - 1];
-        const Rows queries{m.queries, KEYS};
+        const Rows queries{own_queries, KEYS};
         for_tiles<CHUNK, CHUNK>([&](TileOf<CHUNK>& t) {
             t.each(zero);
             t.add(0, p.key_size, keys, queries);
@@ -118,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for_tiles<CHUNK, TILE>([&](TileOf<TILE>& t) {
             t.each(zero);
 #if BY_CHANNEL
-            t.add(0, p.key_size, Decayed{m.keys, m.decays, last, count, true, 1.0f},
+            t.add(0, p.key_size, Decayed{own_keys, m.decays, last, count, true, 1.0f},
                   Floats{m.matrix, MATRIX});
 #else
             t.add(0, p.key_size, keys, Floats{m.matrix, MATRIX});
@@ -178,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for_tiles<KEY_SIZE, TILE>([&](TileOf<TILE>& t) {
             t.each(
                 [&](int d, int e, float& c) { c = __fmul_rn(m.matrix[e * MATRIX + d], exp2_of(last[d])); });
-            t.add(0, count, Turned<Decayed>{{m.queries, m.decays, nullptr, count, false, p.scale}}, grads);
-            t.add(0, count, Turned<Decayed>{{m.keys, m.decays, nullptr, count, false, -1.0f}}, of_z);
+            t.add(0, count, Turned<Decayed>{{own_queries, m.decays, nullptr, count, false, p.scale}}, grads);
+            t.add(0, count, Turned<Decayed>{{own_keys, m.decays, nullptr, count, false, -1.0f}}, of_z);
             t.each([&](int d, int e, float& c) { m.matrix[e * MATRIX + d] = c; });
         });
         __syncthreads();
@@ -201,12 +212,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         };
         scale(m.grads, p.scale);
         __syncthreads();
-        add_to_matrix(m.queries, exp2_of(last));
+        add_to_matrix(own_queries, exp2_of(last));
         __syncthreads();
         if constexpr (DELTA) {
             scale(m.of_z, -1.0f);
             __syncthreads();
-            add_to_matrix(m.keys, 1.0f);
+            add_to_matrix(own_keys, 1.0f);
             __syncthreads();
         }
 #endif

@@ -29,27 +29,6 @@ struct Memory {
 };
 constexpr int BLOCKS = sizeof(Memory) <= 113 << 10 ? 2 : 1;  // of a multiprocessor
 
-// Copies a chunk's rows of `size` elements, of which those from `first` to `last` - 1 exist; the others are zeros.
-template <int STEP, int WIDTH>
-__device__ __forceinline__ void copy_rows(Stored* to, const Stored* from, i64 line, int first, int last,
-                                          int size) {
-    if ((reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16 == 0) {
-#pragma unroll 1
-        for (int x = threadIdx.x; x < CHUNK * WIDTH / 8; x += THREADS) {
-            const int row = x / (WIDTH / 8), at = x % (WIDTH / 8) * 8;
-            const int bytes = row >= first && row < last ? min(max(size - at, 0) * SIZE, 16) : 0;
-            cp_async_16(shared_address(to + row * STEP + at), bytes ? from + row * line + at : from, bytes);
-        }
-    } else {
-#pragma unroll 1
-        for (int x = threadIdx.x; x < CHUNK * WIDTH; x += THREADS) {
-            const int row = x / WIDTH, at = x % WIDTH;
-            const bool exists = row >= first && row < last && at < size;
-            to[row * STEP + at] = exists ? from[row * line + at] : E::narrow(0.0f);
-        }
-    }
-}
-
 // For rows from `first` to `last` - 1 of x and y, a chain of FMA over x and y times `by`. Eight lanes hold a row's next
 // 32 elements, and hand the sum on. HEIGHT is a multiple of 16.
 template <int HEIGHT, class F>

@@ -31,3 +31,25 @@ struct Span {
         token = i64(begin) - open + i64(chunk) * CHUNK;
     }
 };
+
+// Copies a chunk's rows of `size` elements, of which those from `first` to `last` - 1 exist; the others are zeros.
+template <int STEP, int WIDTH>
+__device__ __forceinline__ void copy_rows(Stored* to, const Stored* from, i64 line, int first, int last,
+                                          int size) {
+    constexpr int PER = 16 / SIZE;
+    if ((reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16 == 0) {
+#pragma unroll 1
+        for (int x = threadIdx.x; x < CHUNK * WIDTH / PER; x += THREADS) {
+            const int row = x / (WIDTH / PER), at = x % (WIDTH / PER) * PER;
+            const int bytes = row >= first && row < last ? min(max(size - at, 0) * SIZE, 16) : 0;
+            cp_async_16(shared_address(to + row * STEP + at), bytes ? from + row * line + at : from, bytes);
+        }
+    } else {
+#pragma unroll 1
+        for (int x = threadIdx.x; x < CHUNK * WIDTH; x += THREADS) {
+            const int row = x / WIDTH, at = x % WIDTH;
+            const bool exists = row >= first && row < last && at < size;
+            to[row * STEP + at] = exists ? from[row * line + at] : E::narrow(0.0f);
+        }
+    }
+}
