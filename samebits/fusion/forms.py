@@ -28,11 +28,11 @@ __all__ = [
     "Norm",
     "NormRotary",
     "Rotary",
+    "only",
     "own_class",
     "plain",
     "subclass",
     "unhooked",
-    "within",
 ]
 
 Kind = tuple[Any, ...]
@@ -44,8 +44,10 @@ def plain(t: Any) -> bool:
     return type(t) is Tensor or type(t) is nn.Parameter
 
 
-def within(proven: tuple[Kind, ...], dtypes: Collection[torch.dtype]) -> tuple[Kind, ...]:
-    return tuple(kind for kind in proven if kind[1] in dtypes)
+def only(form: Any, dtypes: Collection[torch.dtype]) -> Any:
+    """A form in these dtypes alone."""
+    kinds = {name: getattr(form, name) for name in ("proven", "after_sum") if hasattr(form, name)}
+    return replace(form, **{name: tuple(k for k in of if k[1] in dtypes) for name, of in kinds.items()})
 
 
 def unhooked(module: Any) -> bool:
@@ -163,10 +165,6 @@ class Norm:
         form = self
         return add
 
-    def only(self, dtypes: Collection[torch.dtype]) -> Norm:
-        """The form in these dtypes alone."""
-        return replace(self, proven=within(self.proven, dtypes), after_sum=within(self.after_sum, dtypes))
-
     def _weight(self, module: Any) -> Any:
         return None if self.weight is None else getattr(module, self.weight)
 
@@ -196,10 +194,6 @@ class Gate:
     kind: Any
     activation: Any
     proven: tuple[Kind, ...] = ()
-
-    def only(self, dtypes: Collection[torch.dtype]) -> Gate:
-        """The form in these dtypes alone."""
-        return replace(self, proven=within(self.proven, dtypes))
 
     def run(self) -> Callable[..., Tensor]:
         """A function of the activation, the gate and its factor."""
@@ -301,10 +295,6 @@ class Rotary:
     gradients: Any = "rounded"
     wide: bool = False
     proven: tuple[Kind, ...] = ()
-
-    def only(self, dtypes: Collection[torch.dtype]) -> Rotary:
-        """The form in these dtypes alone."""
-        return replace(self, proven=within(self.proven, dtypes))
 
     def run(self) -> Callable[..., Any]:
         """A function that is called as the own one."""
@@ -408,10 +398,6 @@ class NormRotary:
     norms: tuple[Norm, Norm]
     rotary: Rotary
     proven: tuple[Kind, ...] = ()
-
-    def only(self, dtypes: Collection[torch.dtype]) -> NormRotary:
-        """The form in these dtypes alone."""
-        return replace(self, proven=within(self.proven, dtypes))
 
     def run(self) -> Callable[..., Any]:
         """A function of what turns alone, both norms, and the own function's arguments before the norms."""

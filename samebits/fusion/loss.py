@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samebits.fusion.forms import Kind, plain, unhooked, within
+from samebits.fusion.forms import Kind, plain, unhooked
 from samebits.fusion.probe import active, instead
 from samebits.nn import Linear
 from samebits.ops.cross_entropy import cross_entropy
@@ -37,10 +37,6 @@ class Loss:
     """
 
     proven: tuple[Kind, ...] = ()
-
-    def only(self, dtypes: Collection[torch.dtype]) -> Loss:
-        """The form in these dtypes alone."""
-        return replace(self, proven=within(self.proven, dtypes))
 
     def head(self) -> Callable[..., Any]:
         """A function of the model, its head, hidden states and labels: logits, or None and hidden states."""
@@ -87,10 +83,6 @@ class LossOfLogits:
     """
 
     proven: tuple[Kind, ...] = ()
-
-    def only(self, dtypes: Collection[torch.dtype]) -> LossOfLogits:
-        """The form in these dtypes alone."""
-        return replace(self, proven=within(self.proven, dtypes))
 
     def run(self) -> Callable[..., Any]:
         """A function of a loss function and its arguments."""

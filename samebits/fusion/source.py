@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebits.fusion.forms import only
 from samebits.fusion.loss import Loss, LossOfLogits, knows
 from samebits.fusion.probe import UnfitError
 from samebits.fusion.proofs import Forms
@@ -71,7 +72,7 @@ class Plan:
     def make(self, dtypes: Mapping[int, Collection[torch.dtype]]) -> Callable[..., Any]:
         """The method, each of its sites in these dtypes: a function of a module and the arguments."""
         runs = {
-            _local(i): getattr(form.only(dtypes.get(i, ())), maker)()
+            _local(i): getattr(only(form, dtypes.get(i, ())), maker)()
             for i, (_, form, maker) in enumerate(self.sites)
         }
         plain = inspect.unwrap(self.own)
