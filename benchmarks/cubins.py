@@ -442,9 +442,9 @@ def recurrent_layers() -> Iterator[Kernel]:
             if way.memory(x, 64, x is BF16, by_channel) <= SMEM:
                 yield delta.kernel_spec(way, x, 64, vector=erases, keep=not erases, **given), HOPPER
         for step in delta.catalogue_of_steps() if x is BF16 and not by_channel else ():
-            for dtype, size, arch in ((BF16, 128, HOPPER), (F16, 40, archs[next(n) % len(archs)])):
-                options = {"hardware_exp2": arch == HOPPER, "delta": erases}
-                yield delta.step_spec(step, dtype, 128, size, **options), arch
+            for dtype, size in ((BF16, 128), (F16, 40)):
+                exp2 = dtype is BF16
+                yield delta.step_spec(step, dtype, 128, size, hardware_exp2=exp2, delta=erases), HOPPER
         for which, tile, staged in (("matrices", 16, True), ("matrices", 64, True), ("rows", 16, False)):
             of = delta.DeltaGradients(tile, staged)
             yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
