@@ -167,3 +167,19 @@ def test_backward(
                 assert a is b
             else:
                 assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("decays", [True, "channels"])
+@pytest.mark.parametrize("staged", [True, False])
+def test_backward_of_a_chunk_whose_last_block_is_not_full(
+    decays: object, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are not there have weights, too: of zero, whatever was in shared memory."""
+    monkeypatch.setattr(kernels, "choose", lambda *_: kernels.Schedule(16, 64, 8, 1))
+    x = operands((torch.bfloat16, True, True, decays, 1, 1, 16, 16))
+    x = dataclasses.replace(x, initial=None, spans=torch.tensor([[2, 43]], dtype=torch.int32))
+    grad = torch.randn(x.v.shape, generator=torch.Generator().manual_seed(0)).to(x.v.dtype)
+    want = reference.backward(x, None, grad, None)
+    got = kernels.backward(x, None, grad, None, kernels.DeltaGradients(16, staged))
+    for a, b in zip(got[:5], want[:5], strict=True):
+        assert_same_bits(a, b)  # type: ignore[arg-type]

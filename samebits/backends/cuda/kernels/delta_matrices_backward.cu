@@ -91,8 +91,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const auto zero = [](int, int, float& c) { c = 0.0f; };
 #if BY_CHANNEL
         const float* last = m.decays + (count - 1) * DECAYS;
-        for (int x = threadIdx.x; x < CHUNK * CHUNK; x += THREADS)
+        for (int x = threadIdx.x; x < CHUNK * CHUNK; x += THREADS) {
             m.scores[x / CHUNK * COLUMNS + x % CHUNK] = E::narrow(__fmul_rn(0.0f, p.scale));
+            m.weights[x / CHUNK * WEIGHTS + x % CHUNK] = 0.0f;
+        }
         __syncthreads();
         scores_by_channel<CHUNK>(own_queries, own_keys, m.decays, 0, 0, count, p.key_size,
                                  [&](int i, int j, const float* of_query, const float* of_key) {
