@@ -1,0 +1,203 @@
+"""How the CUDA kernels of delta rules compute: schedules, all of them, and which one a call takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from samebits.backends import UnavailableError
+from samebits.backends.cuda import devices
+from samebits.backends.recurrent import CHUNK
+
+__all__ = [
+    "FEW",
+    "STEP_KEYS",
+    "DeltaGradients",
+    "Schedule",
+    "Step",
+    "catalogue",
+    "catalogue_of_gradients",
+    "catalogue_of_steps",
+    "choose",
+    "choose_of_gradients",
+    "choose_step",
+    "padded_size",
+]
+
+FEW = 16
+"""Tokens of a sequence, on average, up to which windows are small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the kernel computes.
+
+    Attributes:
+        tile: columns of values that a block takes.
+        rows: rows that it computes together: a chunk's, or 16.
+        warps: in a block.
+        stages: whether the next rows are copied while some are computed: 2, else 1.
+    """
+
+    tile: int
+    rows: int
+    warps: int
+    stages: int
+
+    def memory(self, dtype: torch.dtype, key_size: int, tensor_core: bool, by_channel: bool = False) -> int:
+        """Bytes of shared memory of a block: ``struct Memory``."""
+        size, pad = dtype.itemsize, 16 // dtype.itemsize
+        keys, values, columns = key_size + pad, self.tile + pad, CHUNK + pad
+        stored = self.stages * ((CHUNK + self.rows) * keys + self.rows * values)
+        stored += 2 * self.tile * columns + self.rows * columns
+        floats = self.tile * (key_size + 8) + self.rows * (CHUNK + 8 + self.tile + 8)
+        floats += self.rows * (self.tile + 8) if by_channel or not tensor_core else 0
+        decays, gammas = (key_size + 1, key_size) if by_channel else (1, 1)
+        return stored * size + 4 * (floats + CHUNK * decays + self.stages * self.rows * (gammas + 1) + 1)
+
+
+def catalogue() -> Iterator[Schedule]:
+    """Every schedule, for proofs."""
+    for tile in (16, 32, 64):
+        yield Schedule(tile, 16, 4, 1)
+        for warps, stages in ((4, 1), (8, 1), (8, 2))[tile == 64 :]:  # four warps of 64 columns spill
+            yield Schedule(tile, CHUNK, warps, stages)
+
+
+def choose(
+    dtype: torch.dtype,
+    key_size: int,
+    size: int,
+    blocks: int,
+    few: bool,
+    tensor_core: bool,
+    by_channel: bool,
+    device: int,
+) -> Schedule:
+    """The schedule for sequences times heads `blocks`, with `few` tokens each or with more."""
+    info = devices.device_info(device)
+    if few:
+        wanted = [Schedule(tile, 16, 4, 1) for tile in (32, 16)]
+    else:
+        wide = blocks * -(-size // 64) >= info.sm_count
+        tiles = (64, 32, 16) if wide and size > 32 else (32, 16)
+        wanted = [Schedule(tile, CHUNK, 8, stages) for tile in tiles for stages in (2, 1)]
+        wanted.append(Schedule(16, 16, 4, 1))
+    for schedule in wanted:
+        if schedule.memory(dtype, key_size, tensor_core, by_channel) <= info.max_smem:
+            return schedule
+    raise UnavailableError(
+        f"samebits' CUDA kernel for delta rules does not take keys of {key_size} in {dtype} on this GPU — use"
+        " CPU tensors"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How the kernel for one token of each sequence computes.
+
+    Attributes:
+        tile: columns of values that a block takes.
+    """
+
+    tile: int
+
+    def memory(self, dtype: torch.dtype, key_size: int) -> int:
+        """Bytes of shared memory of a block: ``struct Memory``."""
+        keys, columns = (n + 16 // dtype.itemsize for n in (key_size, self.tile))
+        stored = CHUNK * (keys + columns) + 2 * keys + CHUNK + self.tile
+        return stored * dtype.itemsize + 4 * (2 * CHUNK + self.tile)
+
+
+STEP_KEYS = 256
+"""The largest keys of that kernel: it is unrolled along them."""
+
+
+def catalogue_of_steps() -> Iterator[Step]:
+    """Every schedule, for proofs."""
+    yield from map(Step, (32, 64, 128))
+
+
+def choose_step(size: int, blocks: int, device: int) -> Step:
+    """The schedule for sequences times heads `blocks`: wide tiles, if all multiprocessors have one."""
+    sm_count = devices.device_info(device).sm_count
+    for tile in (128, 64):
+        if size > tile // 2 and blocks * -(-size // tile) >= sm_count:
+            return Step(tile)
+    return Step(32)
+
+
+def padded_size(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaGradients:
+    """How the kernels of gradients compute.
+
+    Attributes:
+        tile: columns of values that a block takes, which goes through the chunks.
+        staged: whether a block that computes a chunk's rows copies what it reads to shared memory.
+    """
+
+    tile: int
+    staged: bool
+
+    def memory(
+        self, dtype: torch.dtype, key_size: int, size: int, tensor_core: bool, by_channel: bool = False
+    ) -> tuple[int, int]:
+        """Bytes of shared memory of the two kernels: ``struct Memory`` of each."""
+        bytes_, pad = dtype.itemsize, 16 // dtype.itemsize
+        keys, values, columns = key_size + pad, padded_size(size) + pad, CHUNK + pad
+        decays = CHUNK * (key_size + 1 if by_channel else 1)
+        stages = 2 if tensor_core and not by_channel and key_size <= 256 else 1
+        stored = stages * 2 * CHUNK * keys + 3 * self.tile * columns + CHUNK * columns
+        floats = CHUNK * (CHUNK + 8) + self.tile * (key_size + 8) + CHUNK * (self.tile + 8)
+        matrices = stored * bytes_ + 4 * (floats + decays + CHUNK)
+        if tensor_core and self.staged and not by_channel:
+            shared = max(2 * CHUNK * values * bytes_, 4 * CHUNK * (key_size + 4))
+            stored = 2 * CHUNK * keys + CHUNK * values + 2 * CHUNK * columns
+            return matrices, stored * bytes_ + shared + 4 * (5 * CHUNK + key_size + 4)
+        stored, floats = 0, 2 * CHUNK * (key_size + 1) + decays + 2 * CHUNK + key_size
+        if by_channel:
+            floats += 2 * CHUNK * (CHUNK + 8)
+        else:
+            stored += 2 * CHUNK * columns
+        if self.staged or by_channel:
+            stored += 2 * CHUNK * keys
+        if self.staged:
+            stored += 3 * CHUNK * values + (0 if by_channel else key_size * values)
+        rows = stored * bytes_ + 4 * floats
+        return matrices, rows
+
+
+def catalogue_of_gradients() -> Iterator[DeltaGradients]:
+    """Every schedule, for proofs."""
+    for tile in (16, 32, 64):
+        yield from (DeltaGradients(tile, staged) for staged in (True, False))
+
+
+def choose_of_gradients(
+    dtype: torch.dtype,
+    key_size: int,
+    size: int,
+    blocks: int,
+    tensor_core: bool,
+    by_channel: bool,
+    device: int,
+) -> DeltaGradients:
+    """The schedule for sequences times heads `blocks`."""
+    info = devices.device_info(device)
+    wide = blocks * -(-size // 64) >= info.sm_count and size > 32
+    operands = dtype, key_size, size, tensor_core, by_channel
+    staged = DeltaGradients(16, True).memory(*operands)[1] <= info.max_smem
+    for tile in (64, 32, 16) if wide else (32, 16):
+        schedule = DeltaGradients(tile, staged)
+        if max(schedule.memory(*operands)) <= info.max_smem:
+            return schedule
+    raise UnavailableError(
+        f"samebits' CUDA kernels for gradients of delta rules do not take keys of {key_size} in {dtype} on"
+        " this GPU — use CPU tensors"
+    )
