@@ -489,7 +489,9 @@ def test_engines_share_works_and_results(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     out = tmp_path / "vllm.json"
     monkeypatch.setattr(engines, "ask", ask)
-    monkeypatch.setattr("sys.argv", ["vllm", "--engines", "stock,invariant", "--out", str(out)])
+    monkeypatch.setattr(
+        "sys.argv", ["vllm", "--engines", "stock,invariant", "--commit", "none", "--out", str(out)]
+    )
     vllm.main()
     data = json.loads(out.read_text())
     assert [*data["engines"]] == ["stock", "invariant"]
