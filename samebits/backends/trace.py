@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Planned", "Trace"]
+__all__ = ["Planned", "Trace", "picking"]
 
 Planned = Callable[[tuple[Any, ...], int | None], Callable[..., Any]]
 """Of arguments: what plans call with such. It returns one part of an operator's results, or all for None."""
 
 _Step = tuple[int, Callable[..., Tensor], tuple[Any, ...]]
+
+
+def picking(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Of a tuple, a tuple of what is at these places."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 class Trace:
@@ -52,9 +59,7 @@ class Trace:
         except KeyError:  # something else was computed
             return None
         part = next((i for i, x in enumerate(parts) if x is result), None)
-        pick: Any = operator.itemgetter(*places)
-        if len(places) == 1:  # else it picks a tuple
-            pick = operator.itemgetter(slice(places[0], places[0] + 1))
+        pick = picking(places)
         run: Callable[..., Any] | None = None
 
         def plan(*given: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from torch.autograd import forward_ad, profiler
 from samebits.backends import is_chosen
 from samebits.backends.modes import CONTEXT, include, includes
 from samebits.backends.replay import replayed
+from samebits.backends.trace import picking
 
 
 def _is_watched() -> bool:
@@ -135,11 +135,7 @@ class _Noted(SimpleNamespace):
     def picks(self, tensors: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]] | None:
         """Of such `tensors`, those to save. None: it saves others."""
         places = [next((i for i, t in enumerate(tensors) if t is x), -1) for x in self._saved]
-        if -1 in places:
-            return None
-        if len(places) < 2:  # else it picks a tuple
-            return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
-        return operator.itemgetter(*places)
+        return None if -1 in places else picking(places)
 
 
 def _is_constant(x: Any) -> bool:
@@ -190,10 +186,11 @@ def planned(
                 results = (output,) if part is None else output
                 constants, saved = noted.constants(), noted.picks((*args, *results, None))
                 if constants is not None and saved is not None:
-                    Recorded.forward = staticmethod(further(saved, noted._fills))
                     Recorded.backward = staticmethod(backward(" ".join(constants), *constants.values()))
                     # The engine calls this. PyTorch's looks for the backward in each call.
                     Recorded._backward_cls.apply = Recorded.backward  # type: ignore[attr-defined]
+                    # Last: another thread may be between a forward and its backward. Both save the same.
+                    Recorded.forward = staticmethod(further(saved, noted._fills))
             return output if part is None else output[part]
 
         def further(saved: Callable[..., Any], fills: bool) -> Callable[..., Any]:
