@@ -37,6 +37,7 @@ from samebits.backends.cuda import (
     columns,
     compiler,
     delta,
+    delta_schedules,
     exchange,
     exp2,
     gated,
@@ -438,15 +439,15 @@ def recurrent_layers() -> Iterator[Kernel]:
             "delta": erases,
             "by_channel": by_channel,
         }
-        for way in delta.catalogue():
+        for way in delta_schedules.catalogue():
             if way.memory(x, 64, x is BF16, by_channel) <= SMEM:
                 yield delta.kernel_spec(way, x, 64, vector=erases, keep=not erases, **given), HOPPER
-        for step in delta.catalogue_of_steps() if x is BF16 and not by_channel else ():
+        for step in delta_schedules.catalogue_of_steps() if x is BF16 and not by_channel else ():
             for dtype, size in ((BF16, 128), (F16, 40)):
                 exp2 = dtype is BF16
                 yield delta.step_spec(step, dtype, 128, size, hardware_exp2=exp2, delta=erases), HOPPER
-        for which, tile, staged in (("matrices", 16, True), ("matrices", 64, True), ("rows", 16, False)):
-            of = delta.DeltaGradients(tile, staged)
+        for which, *how in (("matrices", 16, True, 2), ("matrices", 64, True, 1), ("rows", 16, False, 1)):
+            of = delta_schedules.DeltaGradients(*how)
             yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
 
 

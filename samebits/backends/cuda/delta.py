@@ -22,9 +22,6 @@ from samebits.backends.cuda.delta_schedules import (
     DeltaGradients,
     Schedule,
     Step,
-    catalogue,
-    catalogue_of_gradients,
-    catalogue_of_steps,
     choose,
     choose_of_gradients,
     choose_step,
@@ -35,22 +32,7 @@ from samebits.backends.delta import Delta, layout
 from samebits.backends.recurrent import CHUNK
 from samebits.contract import INTERPOLATION, contract_from_key
 
-__all__ = [
-    "DeltaGradients",
-    "Schedule",
-    "Step",
-    "backward",
-    "catalogue",
-    "catalogue_of_gradients",
-    "catalogue_of_steps",
-    "choose",
-    "choose_of_gradients",
-    "choose_step",
-    "forward",
-    "gradients_spec",
-    "kernel_spec",
-    "step_spec",
-]
+__all__ = ["backward", "forward", "gradients_spec", "kernel_spec", "step_spec"]
 
 _PARAMS = "11P11q10if"
 """``struct Params`` of the forward's kernels."""
@@ -231,7 +213,7 @@ def gradients_spec(
         ("BY_CHANNEL", int(by_channel)),
     )
     if which == "matrices":
-        constants += (("TILE", schedule.tile),)
+        constants += (("TILE", schedule.tile), ("STAGES", schedule.stages))
     else:
         constants += (("VALUE_SIZE", padded_size(size)), ("STAGED", int(schedule.staged)))
     smem = schedule.memory(dtype, key_size, size, tensor_core, by_channel)[which == "rows"]

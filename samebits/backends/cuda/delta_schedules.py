@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -140,10 +141,12 @@ class DeltaGradients:
     Attributes:
         tile: columns of values that a block takes, which goes through the chunks.
         staged: whether a block that computes a chunk's rows copies what it reads to shared memory.
+        stages: whether it copies the keys and queries of the chunk before while it computes one: 2, else 1.
     """
 
     tile: int
     staged: bool
+    stages: int
 
     def memory(
         self, dtype: torch.dtype, key_size: int, size: int, tensor_core: bool, by_channel: bool = False
@@ -152,8 +155,7 @@ class DeltaGradients:
         bytes_, pad = dtype.itemsize, 16 // dtype.itemsize
         keys, values, columns = key_size + pad, padded_size(size) + pad, CHUNK + pad
         decays = CHUNK * (key_size + 1 if by_channel else 1)
-        stages = 2 if tensor_core and not by_channel and key_size <= 256 else 1
-        stored = stages * 2 * CHUNK * keys + 3 * self.tile * columns + CHUNK * columns
+        stored = self.stages * 2 * CHUNK * keys + 3 * self.tile * columns + CHUNK * columns
         floats = CHUNK * (CHUNK + 8) + self.tile * (key_size + 8) + CHUNK * (self.tile + 8)
         matrices = stored * bytes_ + 4 * (floats + decays + CHUNK)
         if tensor_core and self.staged and not by_channel:
@@ -175,8 +177,8 @@ class DeltaGradients:
 
 def catalogue_of_gradients() -> Iterator[DeltaGradients]:
     """Every schedule, for proofs."""
-    for tile in (16, 32, 64):
-        yield from (DeltaGradients(tile, staged) for staged in (True, False))
+    for tile, staged, stages in itertools.product((16, 32, 64), (True, False), (2, 1)):
+        yield DeltaGradients(tile, staged, stages)
 
 
 def choose_of_gradients(
@@ -192,9 +194,10 @@ def choose_of_gradients(
     info = devices.device_info(device)
     wide = blocks * -(-size // 64) >= info.sm_count and size > 32
     operands = dtype, key_size, size, tensor_core, by_channel
-    staged = DeltaGradients(16, True).memory(*operands)[1] <= info.max_smem
-    for tile in (64, 32, 16) if wide else (32, 16):
-        schedule = DeltaGradients(tile, staged)
+    staged = DeltaGradients(16, True, 1).memory(*operands)[1] <= info.max_smem
+    tiles = (64, 32, 16) if wide else (32, 16)
+    for tile, stages in itertools.product(tiles, (2, 1) if tensor_core and not by_channel else (1,)):
+        schedule = DeltaGradients(tile, staged, stages)
         if max(schedule.memory(*operands)) <= info.max_smem:
             return schedule
     raise UnavailableError(

@@ -250,14 +250,14 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
     def call(*operands: Tensor, schedule: int | None = None) -> Results:
         if schedule is None:
             return run(*operands)
-        from samebits.backends.cuda import delta, devices
+        from samebits.backends.cuda import delta, delta_schedules, devices
 
-        schedules, of_gradients = [*delta.catalogue()], [*delta.catalogue_of_gradients()]
+        schedules, of_gradients = [*delta_schedules.catalogue()], [*delta_schedules.catalogue_of_gradients()]
         forward, gradients = schedules[number % len(schedules)], of_gradients[number % len(of_gradients)]
-        steps = [*delta.catalogue_of_steps()]
-        choose, choose_of_gradients = delta.choose, delta.choose_of_gradients
+        steps = [*delta_schedules.catalogue_of_steps()]
+        choose, choose_of_gradients = delta_schedules.choose, delta_schedules.choose_of_gradients
 
-        def chosen(dtype: torch.dtype, key_size: int, *rest: Any) -> delta.Schedule:
+        def chosen(dtype: torch.dtype, key_size: int, *rest: Any) -> delta_schedules.Schedule:
             *_, tensor_core, by_channel, device = rest
             needs = forward.memory(dtype, key_size, tensor_core, by_channel)
             fits = needs <= devices.device_info(device).max_smem
@@ -265,7 +265,7 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
 
         def chosen_of_gradients(
             dtype: torch.dtype, key_size: int, size: int, *rest: Any
-        ) -> delta.DeltaGradients:
+        ) -> delta_schedules.DeltaGradients:
             _, tensor_core, by_channel, device = rest
             needs = max(gradients.memory(dtype, key_size, size, tensor_core, by_channel))
             fits = needs <= devices.device_info(device).max_smem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 import samebits
 from samebits.backends import delta
 from samebits.backends.cuda import delta as kernels
+from samebits.backends.cuda import delta_schedules as schedules
 from samebits.backends.delta import Delta
 from samebits.backends.recurrent import RecurrentState
 from samebits.backends.reference import delta as reference
@@ -39,15 +41,18 @@ FORMS = [
 ]
 
 
-BY_CHANNEL = (kernels.Schedule(32, 64, 8, 1), kernels.Schedule(32, 16, 4, 1))  # the choices for heads of 128
+BY_CHANNEL = (
+    schedules.Schedule(32, 64, 8, 1),
+    schedules.Schedule(32, 16, 4, 1),
+)  # the choices for heads of 128
 
 
 @pytest.mark.parametrize(
     ("schedule", "by_channel"),
-    [*((s, False) for s in kernels.catalogue()), *((s, True) for s in BY_CHANNEL)],
+    [*((s, False) for s in schedules.catalogue()), *((s, True) for s in BY_CHANNEL)],
     ids=str,
 )
-def test_compiles_without_spills(schedule: kernels.Schedule, by_channel: bool) -> None:
+def test_compiles_without_spills(schedule: schedules.Schedule, by_channel: bool) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "vector": True}
     options["by_channel"] = by_channel
     found = resources(kernels.kernel_spec(schedule, torch.bfloat16, 128, **options), "sm_90a")
@@ -56,8 +61,8 @@ def test_compiles_without_spills(schedule: kernels.Schedule, by_channel: bool) -
 
 
 @pytest.mark.parametrize("key_size", [128, 256])
-@pytest.mark.parametrize("schedule", [*kernels.catalogue_of_steps()], ids=str)
-def test_steps_compile_without_spills(schedule: kernels.Step, key_size: int) -> None:
+@pytest.mark.parametrize("schedule", [*schedules.catalogue_of_steps()], ids=str)
+def test_steps_compile_without_spills(schedule: schedules.Step, key_size: int) -> None:
     spec = kernels.step_spec(schedule, torch.bfloat16, key_size, 128, hardware_exp2=True, delta=True)
     found = resources(spec, "sm_90a")
     assert found.spill_bytes == 0
@@ -68,19 +73,34 @@ def test_steps_compile_without_spills(schedule: kernels.Step, key_size: int) -> 
 @pytest.mark.parametrize(
     ("which", "schedule"),
     [
-        *(("matrices", kernels.DeltaGradients(tile, True)) for tile in (16, 32, 64)),
-        *(("rows", kernels.DeltaGradients(16, staged)) for staged in (True, False)),
+        *(("matrices", schedules.DeltaGradients(tile, True, 2)) for tile in (16, 32, 64)),
+        ("matrices", schedules.DeltaGradients(64, True, 1)),
+        *(("rows", schedules.DeltaGradients(16, staged, 1)) for staged in (True, False)),
     ],
     ids=str,
 )
 def test_gradients_compile_without_spills(
-    which: str, schedule: kernels.DeltaGradients, by_channel: bool
+    which: str, schedule: schedules.DeltaGradients, by_channel: bool
 ) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "by_channel": by_channel}
     given = (which, schedule, torch.bfloat16, 128, 128)
     found = resources(kernels.gradients_spec(*given, **options), "sm_90a")
     assert found.spill_bytes == 0
     assert found.local_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("kib", "size", "stages"), [(99, 128, 1), (163, 128, 2), (163, 256, 1), (227, 128, 2), (227, 256, 1)]
+)
+def test_gradients_take_the_stages_that_fit(
+    kib: int, size: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits heads of 128 fit into every GPU's shared memory, and heads of 256 into an A100's."""
+    gpu = SimpleNamespace(sm_count=84, max_smem=kib << 10)
+    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+    found = schedules.choose_of_gradients(torch.bfloat16, size, size, 32, True, False, 0)
+    assert found.stages == stages
+    assert max(found.memory(torch.bfloat16, size, size, True)) <= gpu.max_smem
 
 
 def operands(form: tuple[object, ...], device: str = "cpu") -> Delta:
@@ -230,8 +250,10 @@ def in_turns(schedules: Sequence[Any]) -> list[Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("form", "schedule"), in_turns([*kernels.catalogue()]))
-def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedule: kernels.Schedule) -> None:
+@pytest.mark.parametrize(("form", "schedule"), in_turns([*schedules.catalogue()]))
+def test_every_schedule_has_the_references_bits(
+    form: tuple[object, ...], schedule: schedules.Schedule
+) -> None:
     on_cpu, on_gpu = operands(form), operands(form, "cuda")
     padded = -(-on_gpu.q.shape[2] // 16) * 16
     if schedule.memory(on_gpu.q.dtype, padded, bool(form[1]), on_gpu.by_channel) > 227 << 10:
@@ -263,7 +285,7 @@ def test_every_schedule_has_the_references_bits(form: tuple[object, ...], schedu
 def test_every_step_has_the_references_bits(form: tuple[object, ...]) -> None:
     """A token after each number of rows, then another, by all schedules: through a chunk's end."""
     found = []
-    for device, schedule in [("cpu", None), *(("cuda", s) for s in [*kernels.catalogue_of_steps(), None])]:
+    for device, schedule in [("cpu", None), *(("cuda", s) for s in [*schedules.catalogue_of_steps(), None])]:
         x, state = step(form, [*range(65), 7], device)
         for _ in range(2):
             out = torch.full_like(x.v, torch.nan).contiguous()
@@ -277,9 +299,9 @@ def test_every_step_has_the_references_bits(form: tuple[object, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("form", "schedule"), in_turns([*kernels.catalogue_of_gradients()]))
+@pytest.mark.parametrize(("form", "schedule"), in_turns([*schedules.catalogue_of_gradients()]))
 def test_gradients_have_the_references_bits(
-    form: tuple[object, ...], schedule: kernels.DeltaGradients
+    form: tuple[object, ...], schedule: schedules.DeltaGradients
 ) -> None:
     """From matrices, and from where a state goes on."""
     on_cpu = operands(form)

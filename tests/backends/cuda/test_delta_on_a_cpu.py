@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import delta as kernels
+from samebits.backends.cuda import delta_schedules as schedules
 from samebits.backends.cuda import matmul
 from samebits.backends.delta import Delta
 from samebits.backends.recurrent import RecurrentState
@@ -35,13 +36,13 @@ FORMS = [
     (torch.bfloat16, True, True, "channels", 1, 1, 32, 24),
     (torch.float32, False, True, "channels", 1, 1, 12, 16),
 ]
-GRADIENTS = [kernels.DeltaGradients(16, True), kernels.DeltaGradients(32, False)]
+GRADIENTS = [schedules.DeltaGradients(16, True, 2), schedules.DeltaGradients(32, False, 1)]
 OF_GRADIENTS = [
     *zip(FORMS, (GRADIENTS * 3)[:-1], strict=True),
     (FORMS[1], GRADIENTS[0]),
     ((torch.bfloat16, True, True, True, 1, 2, 80, 40), GRADIENTS[0]),  # some warps have no channels
 ]
-SCHEDULES = [kernels.Schedule(16, 16, 4, 1), kernels.Schedule(32, 64, 8, 2)]
+SCHEDULES = [schedules.Schedule(16, 16, 4, 1), schedules.Schedule(32, 64, 8, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("form", "schedule"), [*zip(FORMS, (SCHEDULES * 3)[:-1], strict=True)], ids=str)
-def test_forward(form: tuple[object, ...], schedule: kernels.Schedule) -> None:
+def test_forward(form: tuple[object, ...], schedule: schedules.Schedule) -> None:
     x = operands(form)
 
     def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) -> None:
@@ -78,7 +79,7 @@ def test_steps(form: tuple[object, ...], tile: int) -> None:
         own = RecurrentState(state.layout, state.data.clone())
         for _ in range(2):
             out = torch.full_like(x.v, torch.nan).contiguous()
-            run(x, own.data, out, None, *([kernels.Step(tile)] if run is kernels.forward else []))
+            run(x, own.data, out, None, *([schedules.Step(tile)] if run is kernels.forward else []))
         results.append((out, own))
     assert_same_step(results[1], results[0])
 
@@ -86,7 +87,7 @@ def test_steps(form: tuple[object, ...], tile: int) -> None:
 def test_which_calls_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token for each sequence with a state, in memory of whole words. All others run as they did."""
     monkeypatch.setattr(kernels, "choose", lambda *_: SCHEDULES[0])
-    monkeypatch.setattr(kernels, "choose_step", lambda *_: kernels.Step(32))
+    monkeypatch.setattr(kernels, "choose_step", lambda *_: schedules.Step(32))
     launched: list[str] = []
 
     class Recorder:
@@ -122,7 +123,7 @@ def test_which_calls_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sequences_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """They need no spans, forward and backward."""
-    monkeypatch.setattr(kernels, "choose", lambda *_: kernels.Schedule(16, 16, 4, 1))
+    monkeypatch.setattr(kernels, "choose", lambda *_: schedules.Schedule(16, 16, 4, 1))
     x = operands((torch.float32, False, True, True, 1, 1, 16, 16))
     tokens = torch.cat([torch.arange(begin, begin + 66) for begin in (2, 77)])
     q, k, v, g, beta = (t[tokens] for t in (x.q, x.k, x.v, x.g, x.beta))  # type: ignore[index]
@@ -131,7 +132,7 @@ def test_sequences_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
     x = dataclasses.replace(x, spans=torch.empty(2, 0, dtype=torch.int32))
     got, want = torch.full_like(v, torch.nan), torch.zeros_like(v)
     reference.forward(told, None, want, None)
-    kernels.forward(x, None, got, None, kernels.Schedule(16, 16, 4, 1))
+    kernels.forward(x, None, got, None, schedules.Schedule(16, 16, 4, 1))
     assert_same_bits(got, want)
     for a, b in zip(
         kernels.backward(x, None, want, None, GRADIENTS[0]),
@@ -149,13 +150,13 @@ def test_forward_where_all_decays(decays: object) -> None:
     x = dataclasses.replace(x, g=x.g * 1000)
     got, want = (torch.full(x.v.shape, torch.nan, dtype=x.v.dtype) for _ in range(2))
     reference.forward(x, None, want, None)
-    kernels.forward(x, None, got, None, kernels.Schedule(16, 64, 8, 1))
+    kernels.forward(x, None, got, None, schedules.Schedule(16, 64, 8, 1))
     assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize(("form", "schedule"), OF_GRADIENTS, ids=str)
 def test_backward(
-    form: tuple[object, ...], schedule: kernels.DeltaGradients, monkeypatch: pytest.MonkeyPatch
+    form: tuple[object, ...], schedule: schedules.DeltaGradients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From matrices, and from where a state goes on."""
     monkeypatch.setattr(kernels, "choose", lambda *_: SCHEDULES[schedule.staged])
@@ -175,11 +176,11 @@ def test_backward_of_a_chunk_whose_last_block_is_not_full(
     decays: object, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that are not there have weights, too: of zero, whatever was in shared memory."""
-    monkeypatch.setattr(kernels, "choose", lambda *_: kernels.Schedule(16, 64, 8, 1))
+    monkeypatch.setattr(kernels, "choose", lambda *_: schedules.Schedule(16, 64, 8, 1))
     x = operands((torch.bfloat16, True, True, decays, 1, 1, 16, 16))
     x = dataclasses.replace(x, initial=None, spans=torch.tensor([[2, 43]], dtype=torch.int32))
     grad = torch.randn(x.v.shape, generator=torch.Generator().manual_seed(0)).to(x.v.dtype)
     want = reference.backward(x, None, grad, None)
-    got = kernels.backward(x, None, grad, None, kernels.DeltaGradients(16, staged))
+    got = kernels.backward(x, None, grad, None, schedules.DeltaGradients(16, staged, 1))
     for a, b in zip(got[:5], want[:5], strict=True):
         assert_same_bits(a, b)  # type: ignore[arg-type]

@@ -29,21 +29,7 @@
 //   BY_CHANNEL     1: a decay for each channel of a key, with the delta rule
 //   KEEP           1: chunks are kept for gradients, in place of results
 
-#include "delta.cuh"
-
-struct Params {
-    const Stored *q, *k, *v;
-    const float *g, *beta, *initial;
-    float *state, *closed;
-    Stored* out;
-    const int* spans;
-    unsigned char* records;
-    i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head;
-    i64 words;                                 // of a sequence's state
-    int matrix, keys, updates, decays, marks;  // where they are in it
-    int key_size, size, heads, group, tokens;
-    float scale;
-};
+#include "delta_forward.cuh"
 
 // Rows in shared memory, padded so that fragments are read without conflicts of banks.
 constexpr int VALUES = TILE + PAD, COLUMNS = CHUNK + PAD;                        // in elements

@@ -6,15 +6,13 @@
 // gradients needs all columns, and is computed by delta_rows_backward.cu.
 //
 // Macros: TYPE, TENSOR_CORE, KEY_SIZE, TILE, WARPS, HARDWARE_EXP2, DELTA and BY_CHANNEL are those of delta.cu.
+//   STAGES  2: the keys and queries of the chunk before are copied while one is computed; 1: they are not
 
 #include "delta_backward.cuh"
 
 // Rows in shared memory, padded so that fragments are read without conflicts of banks.
 constexpr int COLUMNS = CHUNK + PAD;                                           // in elements
 constexpr int MATRIX = KEY_SIZE + 8, WEIGHTS = CHUNK + 8, UPDATES = TILE + 8;  // in floats
-
-// The keys and queries of the chunk before are copied while one is computed, where there is memory for both.
-constexpr int STAGES = TENSOR_CORE && !BY_CHANNEL && KEY_SIZE <= 256 ? 2 : 1;
 
 struct Memory {
     Stored keys[STAGES][CHUNK * KEYS], queries[STAGES][CHUNK * KEYS];

@@ -27,22 +27,7 @@
 #define BY_CHANNEL 0
 #define WARPS 4
 
-#include "delta.cuh"
-
-// Those of delta.cu. There are no `initial`, `closed`, `spans` and `records`.
-struct Params {
-    const Stored *q, *k, *v;
-    const float *g, *beta, *initial;
-    float *state, *closed;
-    Stored* out;
-    const int* spans;
-    unsigned char* records;
-    i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head;
-    i64 words;                                 // of a sequence's state
-    int matrix, keys, updates, decays, marks;  // where they are in it
-    int key_size, size, heads, group, tokens;
-    float scale;
-};
+#include "delta_forward.cuh"
 
 constexpr int COLUMNS = TILE / WARPS, WIDE = COLUMNS / 8;  // of a warp; side by side of a thread
 constexpr int STEPS = KEY_SIZE / 16, AHEAD = STEPS < 16 / WIDE ? STEPS : 16 / WIDE;
