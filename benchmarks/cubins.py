@@ -446,8 +446,11 @@ def recurrent_layers() -> Iterator[Kernel]:
             for dtype, size in ((BF16, 128), (F16, 40)):
                 exp2 = dtype is BF16
                 yield delta.step_spec(step, dtype, 128, size, hardware_exp2=exp2, delta=erases), HOPPER
-        for which, *how in (("matrices", 16, True, 2), ("matrices", 64, True, 1), ("rows", 16, False, 1)):
-            of = delta_schedules.DeltaGradients(*how)
+        for which, of in (
+            ("matrices", delta_schedules.DeltaGradients(16, True, 2)),
+            ("matrices", delta_schedules.DeltaGradients(64, True, 1)),
+            ("rows", delta_schedules.DeltaGradients(16, False, 1)),
+        ):
             yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
 
 

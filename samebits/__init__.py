@@ -53,7 +53,7 @@ from samebits.ops.state_space import selective_scan, selective_state_update, ssd
 from samebits.prepare import prepare
 
 if TYPE_CHECKING:
-    from samebits import distributed
+    from samebits import distributed, routing
     from samebits.tools.audit import audit
 
 __all__ = [
@@ -99,6 +99,7 @@ __all__ = [
     "quantize",
     "record_shapes",
     "rotary",
+    "routing",
     "scaled_grouped_mm",
     "scaled_mm",
     "selective_scan",
@@ -119,6 +120,6 @@ def __getattr__(name: str) -> Any:
         from samebits.tools.audit import audit
 
         return audit
-    if name == "distributed":
-        return importlib.import_module("samebits.distributed")
+    if name in ("distributed", "routing"):
+        return importlib.import_module(f"samebits.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

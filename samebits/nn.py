@@ -355,7 +355,14 @@ def convert(
     for name, part in module.named_modules():
         # Also a subclass, such as one that parametrization made.
         if isinstance(part, Linear) or are_in_fp8(part):
-            already.append(name)
+            asked = contract, fp8, out_dtype
+            other = isinstance(part, Linear) and (part.contract, part.fp8, part.out_dtype) != asked
+            if other and (filter is None or filter(name, part)):
+                unconverted.append(
+                    Unconverted(name, type(part).__name__, "it was converted before, with other options")
+                )
+            else:
+                already.append(name)
             continue
         reason, experts = _product_of_its_own(part), fp8 is not None and are_experts(part)
         if isinstance(part, nn.Linear) or experts:

@@ -69,6 +69,18 @@ def _blocks(model: nn.Module) -> dict[int, Any]:
     for name, module in model.named_modules():
         experts, layer = getattr(module, "experts", None), _LAYER.search(f"{name}.")
         if isinstance(experts, nn.Module) and hasattr(experts, "num_experts") and layer is not None:
+            if int(layer[1]) in found:
+                raise ValueError(
+                    "samebits.routing.replay: model: expected one block of experts in a layer, got more in"
+                    f" layer {layer[1]}"
+                )
+            router = getattr(module, "gate", None)
+            methods = (getattr(x, "topk_method", None) for x in (module, router))
+            if "group_limited_greedy" in methods:  # its scores of other groups are zeros, not a trainer's
+                raise ValueError(
+                    "samebits.routing.replay: model: expected routers that score every expert, got one by"
+                    f" groups (group_limited_greedy) in layer {layer[1]}"
+                )
             found[int(layer[1])] = module
     if not found:
         raise ValueError(

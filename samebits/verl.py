@@ -35,13 +35,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from samebits.engines.logprobs import of_hidden, without_words
+from samebits.engines.logprobs import convert_head, head_dtype, of_hidden, without_words
 from samebits.engines.parity import ratios
 from samebits.engines.plugin import Plugin
 from samebits.engines.refusals import RefusedError
 from samebits.fusion import fuse
 from samebits.mode import batch_invariant
-from samebits.nn import convert
 from samebits.ops.logp import logp
 from samebits.transformers import register
 
@@ -198,19 +197,14 @@ def _build_module(own: Any, self: Any) -> Any:
     config._attn_implementation = "samebits"
     asked = vars(config).pop(_FUSE, False)  # verl puts there what overrides it. It is no part of a checkpoint
     module = own(self)
-    if _head(config) is not None and self.model_config.model_type == "language_model":
-        convert(module.get_output_embeddings(), out_dtype=_head(config))
+    if self.model_config.model_type == "language_model":
+        convert_head(module)
     if asked:
         _fuse_as_a_twin(self, module)
     return module
 
 
 _FUSE = "samebits_fuse"
-
-
-def _head(config: Any) -> torch.dtype | None:
-    """The dtype of logits, if it is not that of the model."""
-    return torch.float32 if getattr(config, "head_dtype", None) == "float32" else None
 
 
 def _fuse_as_a_twin(engine: Any, module: Any) -> None:
@@ -245,7 +239,7 @@ def _run(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A step of the engine, in the mode."""
     before, tokenizer = (_state.words, _state.head), self.model_config.tokenizer
     _state.words = None if tokenizer is None else len(tokenizer)
-    _state.head = _head(self.model_config.hf_config)
+    _state.head = head_dtype(self.model_config.hf_config)
     try:
         with batch_invariant("error"):
             return own(self, *args, **kwargs)
@@ -272,6 +266,7 @@ def _rollout(own: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> Non
     model_config = kwargs.get("model_config", args[0] if args else None)
     engine = ((config.engine_kwargs or {}).get("vllm") or {}).get("hf_overrides") or {}
     actor = getattr(model_config, "override_config", None) or {}
+    actor = actor.get("model_config", actor)  # as verl reads it
     if actor.get("head_dtype") != engine.get("head_dtype"):
         got = f"{actor.get('head_dtype')!r}: the rollout's is {engine.get('head_dtype')!r}"
         remedy = "set rollout.engine_kwargs.vllm.hf_overrides.head_dtype to the same, 'float32' or none"

@@ -78,6 +78,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 
 ALSO = (
     *("summary", "behind", "held-out", "unaligned", "grouped", "distributed", "segments"),
+    "host-calls",
     *("verify", "attention-invariance", "fp8-invariance"),
 )
 """What pages show of every GPU; all else is of the first that has it."""

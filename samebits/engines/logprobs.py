@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from samebits.engines.refusals import RefusedError
+from samebits.nn import convert
 from samebits.ops.linear import linear
 from samebits.ops.logp import logp
 from samebits.ops.scan import cumsum
 from samebits.ops.softmax import log_softmax, softmax
 
-__all__ = ["all_logprobs", "divided", "keep_top", "of_hidden", "processed", "without_words"]
+__all__ = [
+    "all_logprobs",
+    "convert_head",
+    "divided",
+    "head_dtype",
+    "keep_top",
+    "of_hidden",
+    "processed",
+    "without_words",
+]
 
 _LOGITS = 1 << 27  # those that exist at a time
 
@@ -69,6 +82,24 @@ def without_words(logits: Tensor, words: int | None) -> Tensor:
     if words is None or words >= logits.shape[-1]:
         return logits
     return F.pad(logits[..., :words], (0, logits.shape[-1] - words), value=-torch.inf)
+
+
+def head_dtype(config: Any) -> torch.dtype | None:
+    """The dtype of a model's logits by its configuration, as vLLM reads it. None: that of the model."""
+    return torch.float32 if getattr(config, "head_dtype", None) == "float32" else None
+
+
+def convert_head(model: Any) -> None:
+    """Let the head of a ``transformers`` model have logits of :func:`head_dtype`.
+
+    Raises:
+        RefusedError: its head is no plain ``torch.nn.Linear``.
+    """
+    dtype = head_dtype(model.config)
+    if dtype is not None:
+        for left in convert(model.get_output_embeddings(), out_dtype=dtype).unconverted:
+            why = f"the head, a {left.kind}, cannot be converted: {left.reason}"
+            raise RefusedError("head_dtype='float32'", why, "unset it in both halves")
 
 
 def of_hidden(

@@ -135,7 +135,8 @@ def _kl(log: Tensor) -> tuple[float, float]:
     """The estimates k1 and k3 of KL(engine, trainer), of tokens that the engine sampled."""
     if log.numel() == 0:
         return 0.0, 0.0
-    return 0.0 - float(log.mean()), float((log.expm1() - log).mean())
+    k3 = (log.expm1() - log).nan_to_num(nan=math.inf, posinf=math.inf)  # inf - inf, of an infinite ratio
+    return 0.0 - float(log.mean()), float(k3.mean())
 
 
 def ratios(trainer: Tensor, engine: Tensor, mask: Tensor | None = None) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from samebits.engines.logprobs import head_dtype
 from samebits.engines.parity import Sample
 from samebits.sglang import options
 from samebits.sglang.check import samples
@@ -28,6 +29,8 @@ class Rollout:
         from transformers import AutoConfig
 
         self.config: Any = AutoConfig.from_pretrained(model)
+        wide = head_dtype(self.config) is not None  # which SGLang does not read
+        more.setdefault("enable_fp32_lm_head", wide)
         self.llm = sglang.Engine(
             model_path=model,
             **{"skip_tokenizer_init": True, "context_length": length, "mem_fraction_static": share},

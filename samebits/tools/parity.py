@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebits.engines.logprobs import convert_head
 from samebits.engines.parity import compare, first_difference, outputs_of_modules, replay
 from samebits.engines.refusals import RefusedError
 from samebits.mode import batch_invariant
-from samebits.nn import convert
 from samebits.tools.terminal import Console
 from samebits.tools.text import ToolError
 
@@ -85,8 +85,7 @@ def _trainer(name: str) -> nn.Module:
     register()
     options: dict[str, Any] = {"dtype": "auto", "attn_implementation": "samebits"}
     model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
-    if getattr(model.config, "head_dtype", None) == "float32":  # as vLLM reads it
-        convert(model.get_output_embeddings(), out_dtype=torch.float32)
+    convert_head(model)
     trainer: nn.Module = (model.cuda() if torch.cuda.is_available() else model).train(False)
     return trainer
 

@@ -48,10 +48,11 @@ def warm_up(model: nn.Module, config: Any) -> None:
         x = torch.zeros(tokens * max(k for _, k in in_fp8), dtype=config.model_config.dtype, device="cuda")
         counts = row_counts(tokens)
         calls += [partial(f, x[: n * k].view(n, k)) for (_, k), f in in_fp8.items() for n in counts]
-    slots = getattr(config.model_config.hf_text_config, "num_experts_per_tok", 1)
     experts: list[Tensor] = []
     experts_in_fp8: list[tuple[Tensor, Tensor]] = []
-    for layer in experts_of(model):
+    layers_of_experts = experts_of(model)
+    slots = max((layer.moe_config.experts_per_token for layer in layers_of_experts), default=1)
+    for layer in layers_of_experts:
         for name in ("w13_weight", "w2_weight"):
             weight = getattr(layer, name).data
             if weight.dtype.itemsize > 1:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import samebits
 from samebits.engines import logprobs
+from samebits.engines.logprobs import convert_head
 from samebits.engines.parity import Sample, compare, ratios
+from samebits.engines.refusals import RefusedError
 from samebits.testing import assert_same_bits
 
 
@@ -95,7 +99,9 @@ def test_ratios_of_a_step() -> None:
         "k3": (r - 1 - log).mean().item(),
     }
     assert found == pytest.approx(expected)
-    assert ratios(torch.full((1,), torch.nan), engine[0, :1])["log_ratio_max"] == torch.inf
+    for trainer, one in ((torch.nan, -1.0), (-1.0, -torch.inf), (-1.0, torch.nan)):
+        found = ratios(torch.tensor([trainer]), torch.tensor([one]))
+        assert (found["log_ratio_max"], found["k3"]) == (torch.inf, torch.inf)
 
 
 def test_a_comparison_tells_how_far_it_is() -> None:
@@ -121,3 +127,18 @@ def test_nothing_compared_proves_nothing() -> None:
     parity = compare([], [])
     assert not parity
     assert str(parity) == "no tokens were compared"
+
+
+def test_a_head_has_the_dtype_of_the_configuration() -> None:
+    def model(head: nn.Module, **config: str) -> Any:
+        return SimpleNamespace(config=SimpleNamespace(**config), get_output_embeddings=lambda: head)
+
+    wide, narrow, other = nn.Linear(4, 8), nn.Linear(4, 8), nn.Bilinear(4, 4, 8)
+    convert_head(model(wide, head_dtype="float32"))
+    assert wide.out_dtype == torch.float32
+    convert_head(model(narrow))
+    assert type(narrow) is nn.Linear
+    samebits.convert(narrow)
+    for head in (narrow, other):
+        with pytest.raises(RefusedError, match=r"head_dtype='float32'.*cannot be converted"):
+            convert_head(model(head, head_dtype="float32"))

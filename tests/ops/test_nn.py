@@ -205,6 +205,11 @@ def test_convert_changes_layers_in_place_and_nothing_else() -> None:
     assert again.converted == ()
     assert again.already == ("up", "down", "head")
     assert str(again) == "layers converted: 0; converted before: 3; left as they are: 0"
+    otherwise = samebits.convert(model, filter=lambda name, _: name == "head", out_dtype=torch.float32)
+    assert otherwise.already == ("up", "down")
+    assert [(x.name, x.reason) for x in otherwise.unconverted] == [
+        ("head", "it was converted before, with other options")
+    ]
 
 
 def test_a_filter_that_raises_leaves_the_model_as_it_was() -> None:

@@ -141,6 +141,13 @@ def test_a_recording_that_does_not_fit_is_refused(given: Tensor, error: type[Exc
 def test_what_has_no_routers_is_refused() -> None:
     with pytest.raises(ValueError, match="got none in Linear"), replay(nn.Linear(2, 2), fine()):
         pass
+    model = models.build("qwen3_moe")
+    next(iter(_blocks(model).values())).gate.topk_method = "group_limited_greedy"
+    with pytest.raises(ValueError, match=r"score every expert.*group_limited_greedy"), replay(model, fine()):
+        pass
+    twice = nn.ModuleDict({"talker": models.build("qwen3_moe"), "thinker": models.build("qwen3_moe")})
+    with pytest.raises(ValueError, match="one block of experts in a layer"), replay(twice, fine()):
+        pass
     model, said = models.build("qwen3_moe"), "expected a forward within the context, got none"
     with pytest.raises(RuntimeError, match=said), replay(model, fine()):
         pass

@@ -306,6 +306,9 @@ def test_a_rollout_with_other_log_probs_is_refused(on: ModuleType) -> None:
     wide = SimpleNamespace(override_config={"head_dtype": "float32"})
     with pytest.raises(RefusedError, match=r"head_dtype: 'float32': the rollout's is None"):
         kind(fine, wide, None)
+    nested = SimpleNamespace(override_config={"model_config": {"head_dtype": "float32"}})
+    with pytest.raises(RefusedError, match=r"head_dtype: 'float32': the rollout's is None"):
+        kind(fine, nested, None)
     overrides = {"vllm": {"hf_overrides": {"head_dtype": "float32"}}}
     kind(replace(fine, engine_kwargs=overrides), wide, None)
     for setting in ({"top_p": 0.9}, {"top_k": 20}, {"logprobs_mode": "raw_logprobs"}, {"name": "sglang"}):
