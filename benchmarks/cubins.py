@@ -432,20 +432,25 @@ def recurrent_layers() -> Iterator[Kernel]:
         yield spec(F16, size, own, one, step=True, softplus=True, dt=x, gate=F32), HOPPER
         for aligned in (False, True):
             yield state_space.backward_spec(x, x, size, own, aligned), HOPPER
-    for x, by_channel, erases in itertools.product((BF16, F32), (False, True), (False, True)):
+    rules = itertools.product((False, True), ("none", "delta", "weighted"))
+    for x, (by_channel, rule) in itertools.product((BF16, F32), rules):
+        if by_channel and rule == "weighted":
+            continue
+        erases, weighted = rule == "delta", rule == "weighted"
         given = {
             "tensor_core": x is BF16,
             "hardware_exp2": x is BF16,
             "delta": erases,
             "by_channel": by_channel,
+            "weighted": weighted,
         }
         for way in delta_schedules.catalogue():
-            if way.memory(x, 64, x is BF16, by_channel) <= SMEM:
+            if way.memory(x, 64, x is BF16, by_channel, weighted) <= SMEM:
                 yield delta.kernel_spec(way, x, 64, vector=erases, keep=not erases, **given), HOPPER
         for step in delta_schedules.catalogue_of_steps() if x is BF16 and not by_channel else ():
             for dtype, size in ((BF16, 128), (F16, 40)):
-                exp2 = dtype is BF16
-                yield delta.step_spec(step, dtype, 128, size, hardware_exp2=exp2, delta=erases), HOPPER
+                options = {"hardware_exp2": dtype is BF16, "delta": erases, "weighted": weighted}
+                yield delta.step_spec(step, dtype, 128, size, **options), HOPPER
         for which, of in (
             ("matrices", delta_schedules.DeltaGradients(16, True, 2)),
             ("matrices", delta_schedules.DeltaGradients(64, True, 1)),

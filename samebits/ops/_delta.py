@@ -33,61 +33,52 @@ def attend_linearly(
     scale: float,
     closes: bool,
     key: Key,
+    *,
+    weights: Tensor | None = None,
+    skip: Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Results, and with `closes` the matrices after the last tokens. `state` is updated in place."""
-    operands = (q, k, v, g, beta, initial)
+    """Results, and with `closes` the matrices after the last tokens. `state` is updated in place.
+
+    Results are float32 if they are to be `wide`, else of v's dtype.
+    """
+    operands = (q, k, v, g, beta, weights, skip, initial)
+    options = (spans, scale, closes, wide, key)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        out, closed, after = _operator(*operands, state, spans, scale, closes, key)
+        out, closed, after = _operator(*operands, state, *options)
         if state is not None:
             with torch.no_grad():
                 state.copy_(after)
         return out, closed
     if state is not None:
-        return _going_on(*operands[:5], state, spans, scale, closes, key)  # type: ignore[no-any-return]
-    out, closed, _ = _operator(*operands, None, spans, scale, closes, key)
+        return _going_on(*operands[:-1], state, *options)  # type: ignore[no-any-return]
+    out, closed, _ = _operator(*operands, None, *options)
     return out, closed
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor | None,
-    spans: Tensor,
-    scale: float,
-    key: Key,
-) -> tuple[Any, Delta]:
+def _call(*given: Any) -> tuple[Any, Delta]:
     """The module that computes on the device of q, and what it is to compute."""
-    backend, contract = module_for("delta", q, key)
-    return backend, Delta(q, k, v, g, beta, initial, spans, scale, contract)
+    *operands, key = given
+    backend, contract = module_for("delta", operands[0], key)
+    return backend, Delta(*(*operands, contract))
 
 
 def _run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, g, beta, initial, state, spans, scale, closes, key = args
+    *operands, state, spans, scale, closes, wide, key = args
+    q = operands[0]
     after = torch.empty(0, dtype=torch.float32, device=q.device) if state is None else state.clone()
     kept = None if state is None else after
-    out, closed = _forward(q, k, v, g, beta, initial, spans, scale, closes, key, kept)
+    out, closed = _forward(*operands, kept, spans, scale, closes, wide, key)
     return out, closed, after
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor | None,
-    spans: Tensor,
-    scale: float,
-    closes: bool,
-    key: Key,
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    backend, x = _call(q, k, v, g, beta, initial, spans, scale, key)
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    *operands, state, spans, scale, closes, wide, key = args
+    backend, x = _call(*operands, spans, scale, key)
     every = spans.shape[1] == 0  # token is one of a sequence, so its result is written
-    out = (torch.empty if every else torch.zeros)(v.shape, dtype=v.dtype, device=v.device)
+    q, v = x.q, x.v
+    dtype = torch.float32 if wide else v.dtype
+    out = (torch.empty if every else torch.zeros)(v.shape, dtype=dtype, device=v.device)
     size = (len(spans), v.shape[1], q.shape[2], v.shape[2]) if closes else (0,)
     closed = torch.zeros(size, dtype=torch.float32, device=q.device)
     backend.forward(x, state, out, closed if closes else None)
@@ -95,24 +86,25 @@ def _forward(
 
 
 def _going_on_run(*args: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, g, beta, state, spans, scale, closes, key = args
-    return _forward(q, k, v, g, beta, None, spans, scale, closes, key, state)
+    *operands, state, spans, scale, closes, wide, key = args
+    return _forward(*operands, None, state, spans, scale, closes, wide, key)
 
 
 def _going_on_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    *_, spans, _, closes, _ = given
+    *_, spans, _, closes, wide, _ = given
     size = (spans.shape[0], v.shape[1], q.shape[2], v.shape[2]) if closes else (0,)
-    return v.new_empty(v.shape), q.new_empty(size, dtype=torch.float32)
+    out = v.new_empty(v.shape, dtype=torch.float32 if wide else v.dtype)
+    return out, q.new_empty(size, dtype=torch.float32)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    state = given[3]
+    state = given[5]
     after = q.new_empty((0,) if state is None else state.shape, dtype=torch.float32)
     return *_going_on_fake(q, k, v, *given), after
 
 
-_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta"
-_OPTIONS = "Tensor spans, float scale, bool closes, str contract"
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? weights, Tensor? skip"
+_OPTIONS = "Tensor spans, float scale, bool closes, bool wide, str contract"
 _operator = Operator(
     f"delta({_OPERANDS}, Tensor? initial, Tensor? state, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     cpu=_run,
@@ -126,11 +118,10 @@ _going_on = Operator(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, spans, ctx.scale, ctx.closes, ctx.key = inputs
-    state = tensors[6]
+    *tensors, state, spans, ctx.scale, ctx.closes, _, ctx.key = inputs
     if state is not None:  # it will be updated
-        tensors[6] = state.clone()
-    ctx.save_for_backward(*tensors, spans)
+        state = state.clone()
+    ctx.save_for_backward(*tensors, state, spans)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
@@ -138,41 +129,43 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(
     ctx: Any, saved: tuple[Tensor | None, ...], grad: Tensor | None, grad_closed: Tensor | None, _: Any
 ) -> tuple[Any, ...]:
-    refuse_second_derivatives("gated_delta_rule, kda, lightning_attention")
-    q, k, v, g, beta, initial, state, spans = saved
-    if grad is None:
-        grad = torch.zeros_like(v)  # type: ignore[arg-type]
+    refuse_second_derivatives("gated_delta_rule, kda, lightning_attention, ssd")
+    *operands, state, spans = saved
+    v: Any = operands[2]
+    grad = torch.zeros_like(v) if grad is None else grad.to(v.dtype)
     given = grad_closed if ctx.closes else None
-    args = (q, k, v, g, beta, initial, state, spans, grad, given, ctx.scale, ctx.key)
-    dq, dk, dv, dg, dbeta, dinitial = _gradients(*args)
-    return (
-        dq,
-        dk,
-        dv,
-        None if g is None else dg,
-        None if beta is None else dbeta,
-        None if initial is None else dinitial,
-        *(None,) * 5,
-    )
+    found = _gradients(*operands, state, spans, grad, given, ctx.scale, ctx.key)
+    return *(None if of is None else t for of, t in zip(operands, found, strict=True)), *(None,) * 6
 
 
 def _gradients_run(*args: Any) -> tuple[Tensor, ...]:
-    q, k, v, g, beta, initial, state, spans, grad, grad_closed, scale, key = args
-    backend, x = _call(q, k, v, g, beta, initial, spans, scale, key)
-    found = backend.backward(x, state, grad, grad_closed)
-    return tuple(q.new_empty(0) if t is None else t for t in found)
+    *operands, state, spans, grad, grad_closed, scale, key = args
+    backend, x = _call(*operands, spans, scale, key)
+    *found, of_initial = backend.backward(x, state, grad, grad_closed)
+    found += [None if x.skip is None else _of_skip(x, grad), of_initial]
+    return tuple(x.q.new_empty(0) if t is None else t for t in found)
 
 
-def _gradients_fake(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, initial: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
-    given = (q, k, v, g, beta, initial)
-    return tuple(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in given)
+def _of_skip(x: Delta, grad: Tensor) -> Tensor:
+    """The chain over all tokens of a gradient times a value; +0 for tokens of no sequence."""
+    terms = grad.to(torch.float32) * x.v.to(torch.float32)
+    if x.spans.shape[1]:
+        steps = x.spans.new_zeros(len(terms) + 1)
+        for at, step in ((x.spans[:, 0], 1), (x.spans[:, 1], -1)):
+            steps.index_add_(0, at, torch.full_like(at, step))
+        terms = torch.where(steps[:-1].cumsum(0)[:, None, None] > 0, terms, 0.0)
+    total: Tensor = rows_backend(terms).column_sum(terms.flatten(1), torch.float32)
+    return total.view(terms.shape[1:])
+
+
+def _gradients_fake(*args: Any) -> tuple[Tensor, ...]:
+    *operands, _, _, _, _, _, _ = args
+    return tuple(args[0].new_empty(0) if t is None else t.new_empty(t.shape) for t in operands)
 
 
 _gradients = Operator(
     f"delta_gradients({_OPERANDS}, Tensor? initial, Tensor? state, Tensor spans, Tensor grad,"
-    " Tensor? grad_closed, float scale, str contract) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor? grad_closed, float scale, str contract) -> ({', '.join(['Tensor'] * 8)})",
     cpu=_gradients_run,
     fake=_gradients_fake,
 )

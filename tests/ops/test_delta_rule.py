@@ -11,6 +11,7 @@ from torch import Tensor
 
 import samebits
 from samebits import FMA, TENSOR_CORE, RecurrentState
+from samebits.backends.delta import layout
 from samebits.contract import HOPPER
 from samebits.testing import assert_same_bits
 from tests.support.naive_delta import Naive
@@ -285,18 +286,23 @@ def test_states_of_other_calls_are_refused() -> None:
         RecurrentState(state.layout, state.data[:, 1:])
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", [*OPERATIONS, "weighted"])
 def test_operators(operation: str) -> None:
-    given = operands(operation, torch.float32, 1, 4)
+    weighted = operation == "weighted"
+    given = operands("lightning_attention" if weighted else operation, torch.float32, 1, 4)
     x = [t.flatten(0, 1).requires_grad_() for t in given.values()]
-    if operation == "lightning_attention":
-        x.append(None)  # type: ignore[arg-type]
+    x += [None] * (5 - len(x))  # type: ignore[list-item]
+    heads, size = x[2].shape[1:]
+    of_rows = [torch.rand(4, heads), torch.rand(heads, size)] if weighted else []
+    x += [t.requires_grad_() for t in of_rows] or [None, None]  # type: ignore[list-item]
     spans = torch.tensor([[0, 4]], dtype=torch.int32)
     initial = torch.zeros(1, 2, 16, 8, requires_grad=True)
-    args = (*x, initial, None, spans, 0.5, True, FMA.key)
+    args = (*x, initial, None, spans, 0.5, True, weighted, FMA.key)
     torch.library.opcheck(torch.ops.samebits.delta.default, args)
-    state = torch.zeros(
-        1, samebits.ops.delta_rule.state_layout(given["q"], given["v"], by_channel=operation == "kda").words
-    )
+    sizes = heads, given["q"].shape[3], size
+    own = layout(operation, *sizes, torch.float32, operation == "kda", weighted)
+    state = torch.zeros(1, own.words)
     plain = [None if t is None else t.detach() for t in x]
-    torch.library.opcheck(torch.ops.samebits.delta_.default, (*plain, state, spans, 0.5, False, FMA.key))
+    torch.library.opcheck(
+        torch.ops.samebits.delta_.default, (*plain, state, spans, 0.5, False, weighted, FMA.key)
+    )

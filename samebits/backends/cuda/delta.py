@@ -10,6 +10,7 @@ in its record, every chunk's other gradients are computed by themselves.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from samebits.contract import INTERPOLATION, contract_from_key
 
 __all__ = ["backward", "forward", "gradients_spec", "kernel_spec", "step_spec"]
 
-_PARAMS = "11P11q10if"
+_PARAMS = "13P13q12if"
 """``struct Params`` of the forward's kernels."""
 
 
@@ -59,6 +60,7 @@ def kernel_spec(
     delta: bool,
     vector: bool,
     by_channel: bool = False,
+    weighted: bool = False,
     keep: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``delta.cu`` for keys of `key_size`, a multiple of 16."""
@@ -74,6 +76,7 @@ def kernel_spec(
         ("DELTA", int(delta)),
         ("VECTOR", int(vector)),
         ("BY_CHANNEL", int(by_channel)),
+        ("WEIGHTED", int(weighted)),
         ("KEEP", int(keep)),
     )
     return compiler.KernelSpec(
@@ -82,7 +85,7 @@ def kernel_spec(
         _PARAMS,
         constants,
         block=32 * schedule.warps,
-        smem=-(-schedule.memory(dtype, key_size, tensor_core, by_channel) // 16) * 16,
+        smem=-(-schedule.memory(dtype, key_size, tensor_core, by_channel, weighted) // 16) * 16,
         oldest=SM_80,
     )
 
@@ -91,12 +94,19 @@ _kernel = runtime.loader(kernel_spec)
 
 
 def step_spec(
-    schedule: Step, dtype: torch.dtype, key_size: int, size: int, *, hardware_exp2: bool, delta: bool
+    schedule: Step,
+    dtype: torch.dtype,
+    key_size: int,
+    size: int,
+    *,
+    hardware_exp2: bool,
+    delta: bool,
+    weighted: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``delta_step.cu``."""
     constants = (
         *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("VALUE_SIZE", size), ("TILE", schedule.tile)),
-        *(("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta))),
+        *(("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta)), ("WEIGHTED", int(weighted))),
     )
     smem = -(-schedule.memory(dtype, key_size) // 16) * 16
     return compiler.KernelSpec(
@@ -135,6 +145,7 @@ def _run(
     tokens, heads, size = v.shape
     key_heads, key_size = q.shape[1:]
     sequences = len(x.spans)
+    weighted = x.weights is not None
     low = functools.reduce(
         int.__or__,
         (t.data_ptr() | t.stride(0) * t.itemsize | t.stride(1) * t.itemsize for t in (q, k, v)),
@@ -145,34 +156,35 @@ def _run(
         schedule = choose_step(size, sequences * heads, device)
     elif schedule is None:
         few = tokens <= FEW * sequences
-        schedule = choose(x.q.dtype, padded, size, sequences * heads, few, tensor_core, x.by_channel, device)
-    hardware_exp2, delta = _hardware_exp2(tensor_core, device), x.beta is not None
+        of = x.q.dtype, padded, size, sequences * heads
+        schedule = choose(*of, few, tensor_core, x.by_channel, device, weighted)
+    rule: dict[str, Any] = {"delta": x.beta is not None, "weighted": weighted}
+    rule["hardware_exp2"] = _hardware_exp2(tensor_core, device)
     if isinstance(schedule, Step):
-        kernel = _step_kernel(
-            *(device, schedule, x.q.dtype, key_size, size), hardware_exp2=hardware_exp2, delta=delta
-        )
+        kernel = _step_kernel(*(device, schedule, x.q.dtype, key_size, size), **rule)
     else:
         kernel = _kernel(
             *(device, schedule, x.q.dtype, padded),
             tensor_core=tensor_core,
-            hardware_exp2=hardware_exp2,
-            delta=delta,
             vector=not low & 15,
             by_channel=x.by_channel,
             keep=records is not None,
+            **rule,
         )
     initial = None if x.initial is None else x.initial.contiguous()
-    own = layout("delta", heads, key_size, size, x.q.dtype, x.by_channel)
+    own = layout("delta", heads, key_size, size, x.q.dtype, x.by_channel, weighted)
+    parts = ("matrix", "keys", "updates", "decays", "weights" if weighted else "decays", "marks")
     strides = [n for t in (q, k, v) for n in t.stride()[:2]]
     g = x.g if x.g is None or not x.by_channel else _dense(x.g)
-    strides += [n for t in (g, x.beta) for n in ((0, 0) if t is None else t.stride()[:2])]
+    strides += [n for t in (g, x.beta, x.weights) for n in ((0, 0) if t is None else t.stride()[:2])]
     kernel.launch(
         (-(-size // schedule.tile), heads, sequences),
-        *map(address, (q, k, v, g, x.beta, initial, state, closed, out, _spans(x), records)),
+        *map(address, (q, k, v, g, x.beta, x.weights, x.skip, initial)),
+        *map(address, (state, closed, out, _spans(x), records)),
         *strides,
         own.words if state is None else state.stride(0),
-        *(own.offset(name) for name in ("matrix", "keys", "updates", "decays", "marks")),
-        *(key_size, size, heads, heads // key_heads, tokens),
+        *(own.offset(name) for name in parts),
+        *(key_size, size, heads, heads // key_heads, tokens, out is not None and out.dtype != v.dtype),
         x.scale,
     )
 
@@ -205,12 +217,13 @@ def gradients_spec(
     hardware_exp2: bool,
     delta: bool,
     by_channel: bool = False,
+    weighted: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``delta_matrices_backward.cu`` or ``delta_rows_backward.cu``: `which` of them."""
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("TENSOR_CORE", int(tensor_core)), ("KEY_SIZE", key_size)),
         *(("WARPS", _WARPS), ("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta))),
-        ("BY_CHANNEL", int(by_channel)),
+        *(("BY_CHANNEL", int(by_channel)), ("WEIGHTED", int(weighted))),
     )
     if which == "matrices":
         constants += (("TILE", schedule.tile), ("STAGES", schedule.stages))
@@ -219,7 +232,7 @@ def gradients_spec(
     smem = schedule.memory(dtype, key_size, size, tensor_core, by_channel)[which == "rows"]
     name = f"delta_{which}_backward"
     return compiler.KernelSpec(
-        *(f"{name}.cu", name, "15P7q6if", constants),
+        *(f"{name}.cu", name, "17P7q6if", constants),
         block=32 * _WARPS,
         smem=-(-smem // 16) * 16,
         oldest=SM_80,
@@ -229,9 +242,9 @@ def gradients_spec(
 _gradients_kernel = runtime.loader(gradients_spec)
 
 
-def _record_bytes(dtype: torch.dtype, key_size: int, size: int, by_channel: bool) -> int:
+def _record_bytes(dtype: torch.dtype, key_size: int, size: int, by_channel: bool, weighted: bool) -> int:
     """Of ``struct Record``."""
-    decays = key_size if by_channel else 1
+    decays = key_size if by_channel else 1 + weighted
     floats, stored = CHUNK * (decays + 2 * size) + 2 * key_size * size, CHUNK * (key_size + 2 * size)
     return -(-(4 * floats + dtype.itemsize * stored) // 16) * 16
 
@@ -242,7 +255,7 @@ def backward(
     grad: Tensor,
     grad_closed: Tensor | None,
     schedule: DeltaGradients | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """See :mod:`samebits.backends.delta`."""
     device, dtype = x.q.get_device(), x.q.dtype
     matmul.check_contract(x.contract, device)
@@ -255,7 +268,7 @@ def backward(
         return torch.zeros(shape, dtype=dtype, device=q.device)
 
     dq, dk, dv = new(q.shape, dtype), new(q.shape, dtype), new(x.v.shape, dtype)
-    dg, dbeta = (None if t is None else new(t.shape) for t in (x.g, x.beta))
+    dg, dbeta, dweights = (None if t is None else new(t.shape) for t in (x.g, x.beta, x.weights))
     dinitial = None if x.initial is None else new(x.initial.shape)
     if sequences and heads:
         if schedule is None:
@@ -268,22 +281,23 @@ def backward(
                 hardware_exp2=_hardware_exp2(tensor_core, device),
                 delta=x.beta is not None,
                 by_channel=x.by_channel,
+                weighted=x.weights is not None,
             )
             for which in ("matrices", "rows")
         )
         places = tokens // CHUNK + 2 * sequences
         records = torch.empty(
-            places * heads * _record_bytes(dtype, key_size, size, x.by_channel),
+            places * heads * _record_bytes(dtype, key_size, size, x.by_channel, x.weights is not None),
             dtype=torch.uint8,
             device=q.device,
         )
         _run(x, None if state is None else state.clone(), None, None, records, None)
-        own = layout("delta", heads, key_size, size, dtype, x.by_channel)
+        own = layout("delta", heads, key_size, size, dtype, x.by_channel, x.weights is not None)
         closed = None if grad_closed is None else grad_closed.to(torch.float32).contiguous()
         sums = (new(q.shape), new(q.shape)) if group > 1 else (None, None)
-        tensors = (q, grad, x.beta, state, closed, records, dv, dq, dk, *sums, dg, dbeta, dinitial, _spans(x))
         given = (
-            *map(address, tensors),
+            *map(address, (q, grad, x.beta, x.skip, state, closed, records)),
+            *map(address, (dv, dq, dk, *sums, dg, dbeta, dweights, dinitial, _spans(x))),
             *(n for t in (q, grad) for n in t.stride()[:2]),
             *((0, 0) if x.beta is None else x.beta.stride()),
             own.words if state is None else state.stride(0),
@@ -292,4 +306,4 @@ def backward(
         )
         matrices.launch((-(-size // schedule.tile), heads, sequences), *given)
         rows.launch((places, key_heads, 1), *given)
-    return dq, dk, dv, dg, dbeta, dinitial
+    return dq, dk, dv, dg, dbeta, dweights, dinitial

@@ -47,7 +47,14 @@ class Schedule:
     warps: int
     stages: int
 
-    def memory(self, dtype: torch.dtype, key_size: int, tensor_core: bool, by_channel: bool = False) -> int:
+    def memory(
+        self,
+        dtype: torch.dtype,
+        key_size: int,
+        tensor_core: bool,
+        by_channel: bool = False,
+        weighted: bool = False,
+    ) -> int:
         """Bytes of shared memory of a block: ``struct Memory``."""
         size, pad = dtype.itemsize, 16 // dtype.itemsize
         keys, values, columns = key_size + pad, self.tile + pad, CHUNK + pad
@@ -55,7 +62,7 @@ class Schedule:
         stored += 2 * self.tile * columns + self.rows * columns
         floats = self.tile * (key_size + 8) + self.rows * (CHUNK + 8 + self.tile + 8)
         floats += self.rows * (self.tile + 8) if by_channel or not tensor_core else 0
-        decays, gammas = (key_size + 1, key_size) if by_channel else (1, 1)
+        decays, gammas = (key_size + 1, key_size) if by_channel else (1 + weighted, 1)
         return stored * size + 4 * (floats + CHUNK * decays + self.stages * self.rows * (gammas + 1) + 1)
 
 
@@ -76,6 +83,7 @@ def choose(
     tensor_core: bool,
     by_channel: bool,
     device: int,
+    weighted: bool = False,
 ) -> Schedule:
     """The schedule for sequences times heads `blocks`, with `few` tokens each or with more."""
     info = devices.device_info(device)
@@ -87,7 +95,7 @@ def choose(
         wanted = [Schedule(tile, CHUNK, 8, stages) for tile in tiles for stages in (2, 1)]
         wanted.append(Schedule(16, 16, 4, 1))
     for schedule in wanted:
-        if schedule.memory(dtype, key_size, tensor_core, by_channel) <= info.max_smem:
+        if schedule.memory(dtype, key_size, tensor_core, by_channel, weighted) <= info.max_smem:
             return schedule
     raise UnavailableError(
         f"samebits' CUDA kernel for delta rules does not take keys of {key_size} in {dtype} on this GPU — use"

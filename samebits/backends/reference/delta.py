@@ -29,7 +29,10 @@ def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) 
             if chunk.count == CHUNK:
                 chunk = rule.next(chunk)
             size = min(CHUNK - chunk.count, rows.count - done)
-            found, chunk, _ = rule.step(chunk, rows.part(done, done + size))
+            part = rows.part(done, done + size)
+            found, chunk, _ = rule.step(chunk, part)
+            if x.skip is not None:
+                found = found + x.skip.detach()[:, None] * part.v
             out[start + done : start + done + size] = rounded(
                 found.transpose(0, 1).reshape(size, -1), out.dtype
             ).view(size, *out.shape[1:])
@@ -42,7 +45,7 @@ def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) 
 
 def backward(
     x: Delta, state: Tensor | None, grad: Tensor, grad_closed: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """See :mod:`samebits.backends.delta`."""
     require_subnormals()
     rule = _Gradients(x)
@@ -54,6 +57,7 @@ def backward(
         zeros(heads, tokens, size),
         None if x.g is None else zeros(heads, tokens, *x.g.shape[2:]),
         None if x.beta is None else zeros(heads, tokens),
+        None if x.weights is None else zeros(heads, tokens),
     )
     initial = None if x.initial is None else zeros(x.initial.shape)
     for n, (start, stop) in enumerate(x.bounds()):
@@ -92,6 +96,7 @@ def backward(
         finished(found.v, dtype),
         finished(found.g, torch.float32),
         finished(found.beta, torch.float32),
+        finished(found.weights, torch.float32),
         None if initial is None else rounded(initial.reshape(1, -1), torch.float32).view(initial.shape),
     )
 
@@ -119,6 +124,7 @@ class _Gradients(Rule):
         decays, keys, updates, matrix = chunk.decays, chunk.keys, chunk.updates, chunk.matrix
         by_channel, count = self.x.by_channel, chunk.count
         left = self.exp2(decays[:, -1:] - decays)  # of each row, to the chunk's end
+        weighted = left if chunk.weights is None else left * chunk.weights
         since = self.exp2(decays)
         i, j = torch.arange(count)[:, None], torch.arange(count)
 
@@ -143,7 +149,14 @@ class _Gradients(Rule):
                     of_z[:, row] = self.rounded(one * beta[:, row, None])
             assert out.beta is not None
             out.beta.copy_(dots(of_updates, z)[:, before:])
-        out.v.copy_((of_updates if of_z is None else of_z)[:, before:])
+        of_values = of_updates if of_z is None else of_z
+        if chunk.weights is not None:
+            assert out.weights is not None
+            out.weights.copy_(dots(of_updates, updates)[:, before:])
+            of_values = of_updates * chunk.weights[..., None]
+        if self.x.skip is not None:
+            of_values = of_values + self.x.skip.detach()[:, None] * grad
+        out.v.copy_(of_values[:, before:])
 
         # Of scores; of queries, and of keys as rows and as columns of scores.
         of_scores = torch.where(j <= i, self.chain(grad, updates.mT) * self.scale, 0.0)
@@ -153,7 +166,7 @@ class _Gradients(Rule):
             of_mutual = torch.where(j < i, -self.chain(of_z, updates.mT), 0.0)
             of_rows = self._row_gradients(of_z, -since, of_mutual, chunk)
             pairs.append((keys, of_mutual))
-        written = self.chain(updates, of_next.mT) * (left if by_channel else left[..., None])
+        written = self.chain(updates, of_next.mT) * (left if by_channel else weighted[..., None])
         of_columns = self._column_gradients(pairs, chunk) + written
         out.q.copy_(of_q[:, before:])
         out.k.copy_((of_rows + of_columns)[:, before:])
@@ -181,11 +194,16 @@ class _Gradients(Rule):
             out.g.copy_(running(sums.flip(1)).flip(1)[:, before:])
         return of_matrix
 
+    def _seen(self, chunk: Chunk) -> Tensor:
+        """What of each row is left at later ones: its decay, times its weight."""
+        decays = self.decays_between(chunk)
+        return decays if chunk.weights is None else decays * chunk.weights[:, None]
+
     def _row_gradients(self, grad: Tensor, factor: Tensor, of: Tensor, chunk: Chunk) -> Tensor:
         """Gradients of what reads the matrix and the keys of earlier rows: by results, and by scores."""
         out = self.chain(grad, chunk.matrix.mT) * (factor if self.x.by_channel else factor[..., None])
         if not self.x.by_channel:
-            return self.chain(of * self.weights(chunk), chunk.keys, out)
+            return self.chain(of * self._seen(chunk), chunk.keys, out)
         for start, stop in blocks(0, chunk.count):
             rows, decays = slice(start, stop), chunk.decays[:, start:stop]
             if start:
@@ -204,7 +222,7 @@ class _Gradients(Rule):
         out = torch.zeros_like(chunk.keys)
         if not self.x.by_channel:
             for x, of in pairs:
-                out = self.chain((of * self.weights(chunk)).mT, x, out)
+                out = self.chain((of * self._seen(chunk)).mT, x, out)
             return out
         for start, stop in blocks(0, chunk.count):
             rows, earlier, decays = slice(start, stop), slice(0, start), chunk.decays[:, start:stop]

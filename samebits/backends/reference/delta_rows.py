@@ -35,13 +35,14 @@ class Rows:
     v: Tensor
     g: Tensor | None
     beta: Tensor | None
+    weights: Tensor | None
 
     @property
     def count(self) -> int:
         return self.q.shape[1]
 
     def part(self, start: int, stop: int) -> Rows:
-        given = (self.q, self.k, self.v, self.g, self.beta)
+        given = (self.q, self.k, self.v, self.g, self.beta, self.weights)
         return Rows(*(None if t is None else t[:, start:stop] for t in given))  # type: ignore[arg-type]
 
 
@@ -53,6 +54,7 @@ class Chunk:
     keys: Tensor
     updates: Tensor
     decays: Tensor
+    weights: Tensor | None
 
     @property
     def count(self) -> int:
@@ -69,7 +71,9 @@ class Rule:
         self.interpolate = model == INTERPOLATION
         self.heads, self.size = x.v.shape[1:]
         self.key_heads, self.key_size = x.q.shape[1:]
-        self.layout = layout("delta", self.heads, self.key_size, self.size, self.dtype, x.by_channel)
+        weighted = x.weights is not None
+        sizes = (self.heads, self.key_size, self.size)
+        self.layout = layout("delta", *sizes, self.dtype, x.by_channel, weighted)
 
     # ---- sums
 
@@ -100,7 +104,8 @@ class Rule:
 
         q, k = (wide(t).repeat_interleave(group, 0) for t in (x.q, x.k))
         g = wide(x.g)
-        return Rows(q, k, wide(x.v), None if g is None else g * _LOG2E, wide(x.beta))
+        g = None if g is None else g * _LOG2E
+        return Rows(q, k, wide(x.v), g, wide(x.beta), wide(x.weights))
 
     def begin(self, n: int, state: Tensor | None) -> Chunk:
         """The chunk that sequence `n` goes on with."""
@@ -112,8 +117,8 @@ class Rule:
         view = RecurrentState(self.layout, state[n : n + 1])
         count, p = int(view.count), {name: t[0].clone() for name, t in view.parts.items()}
         keys, updates = p["keys"][:, :count], p["updates"][:, :count]
-        decays = p["decays"][:, :count]
-        return Chunk(p["matrix"], keys.to(torch.float32), updates.to(torch.float32), decays)
+        decays, weights = p["decays"][:, :count], p["weights"][:, :count] if "weights" in p else None
+        return Chunk(p["matrix"], keys.to(torch.float32), updates.to(torch.float32), decays, weights)
 
     def _empty(self, matrix: Tensor) -> Chunk:
         channels = (self.key_size,) if self.x.by_channel else ()
@@ -122,6 +127,7 @@ class Rule:
             zeros(self.heads, 0, self.key_size),
             zeros(self.heads, 0, self.size),
             zeros(self.heads, 0, *channels),
+            None if self.x.weights is None else zeros(self.heads, 0),
         )
 
     def store(self, chunk: Chunk, n: int, state: Tensor) -> None:
@@ -132,6 +138,8 @@ class Rule:
         parts["keys"][0, :, :count] = chunk.keys
         parts["updates"][0, :, :count] = chunk.updates
         parts["decays"][0, :, :count] = chunk.decays
+        if chunk.weights is not None:
+            parts["weights"][0, :, :count] = chunk.weights
 
     # ---- forward
 
@@ -141,6 +149,8 @@ class Rule:
             return chunk
         last = chunk.decays[:, -1:]
         left = self.exp2(last - chunk.decays)
+        if chunk.weights is not None:
+            left = left * chunk.weights
         keys, updates = chunk.keys, chunk.updates
         if self.x.by_channel:
             keys = keys * left
@@ -153,8 +163,11 @@ class Rule:
     def step(self, chunk: Chunk, rows: Rows) -> tuple[Tensor, Chunk, Tensor]:
         """Results of further rows of a chunk, the chunk with them, and their residuals z."""
         before, count = chunk.count, chunk.count + rows.count
-        decays = self._decays(chunk, rows)
-        chunk = Chunk(chunk.matrix, torch.cat([chunk.keys, rows.k], 1), chunk.updates, decays)
+        decays, weights = self._decays(chunk, rows), None
+        if rows.weights is not None:
+            assert chunk.weights is not None
+            weights = torch.cat([chunk.weights, rows.weights], 1)
+        chunk = Chunk(chunk.matrix, torch.cat([chunk.keys, rows.k], 1), chunk.updates, decays, weights)
         if rows.beta is None:
             z = rows.v
             updates = torch.cat([chunk.updates, rows.v], 1)
@@ -175,6 +188,8 @@ class Rule:
                     updates[:, i] = self.rounded(row * rows.beta[:, i - before, None])
         chunk.updates = updates
         scores = self.scores(rows.q, chunk, before)
+        if weights is not None:  # those of later rows may be anything
+            scores = (scores * weights[:, None]).tril(before)
         out = self._read(rows.q, chunk, before)
         return (self.chain(scores, updates, out) + 0.0) * self.scale, chunk, z
 
@@ -202,7 +217,7 @@ class Rule:
         out = zeros(self.heads, count - before, count)
         if not self.x.by_channel:
             shown = torch.ones(count, count, dtype=torch.bool).tril()[before:]
-            return torch.where(shown, self.chain(x, chunk.keys.mT) * self.weights(chunk, before), out)
+            return torch.where(shown, self.chain(x, chunk.keys.mT) * self.decays_between(chunk, before), out)
         for start, stop in blocks(before, count):
             rows, lower = slice(start - before, stop - before), start // BLOCK * BLOCK
             decays = chunk.decays[:, start:stop]
@@ -217,7 +232,7 @@ class Rule:
             out[:, rows, lower:stop] = own
         return out
 
-    def weights(self, chunk: Chunk, before: int = 0) -> Tensor:
+    def decays_between(self, chunk: Chunk, before: int = 0) -> Tensor:
         """Decays from the keys' rows to those from `before` on."""
         difference = chunk.decays[:, before:, None] - chunk.decays[:, None]
         return self.exp2(difference.tril(before))

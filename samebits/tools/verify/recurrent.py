@@ -258,8 +258,8 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
         choose, choose_of_gradients = delta_schedules.choose, delta_schedules.choose_of_gradients
 
         def chosen(dtype: torch.dtype, key_size: int, *rest: Any) -> delta_schedules.Schedule:
-            *_, tensor_core, by_channel, device = rest
-            needs = forward.memory(dtype, key_size, tensor_core, by_channel)
+            *_, tensor_core, by_channel, device, weighted = rest
+            needs = forward.memory(dtype, key_size, tensor_core, by_channel, weighted)
             fits = needs <= devices.device_info(device).max_smem
             return forward if fits else choose(dtype, key_size, *rest)
 

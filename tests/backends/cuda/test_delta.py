@@ -17,7 +17,7 @@ from samebits.backends import delta
 from samebits.backends.cuda import delta as kernels
 from samebits.backends.cuda import delta_schedules as schedules
 from samebits.backends.delta import Delta
-from samebits.backends.recurrent import RecurrentState
+from samebits.backends.recurrent import Layout, RecurrentState
 from samebits.backends.reference import delta as reference
 from samebits.contract import FMA, TENSOR_CORE
 from samebits.testing import assert_same_bits
@@ -38,6 +38,9 @@ FORMS = [
     (torch.bfloat16, True, True, "channels", 1, 2, 128, 64),
     (torch.float16, True, True, "channels", 1, 1, 20, 17),
     (torch.float32, False, True, "channels", 1, 1, 64, 40),
+    (torch.bfloat16, True, "weighted", True, 1, 2, 128, 64),
+    (torch.float16, True, "weighted", True, 1, 3, 24, 17),
+    (torch.float32, False, "weighted", True, 1, 2, 20, 24),
 ]
 
 
@@ -116,13 +119,15 @@ def operands(form: tuple[object, ...], device: str = "cpu") -> Delta:
     v = normal(tokens, heads, size)
     channels = (key_size,) if decays == "channels" else ()
     g = -normal(tokens, heads, *channels).abs() * 0.2 if decays else None
-    beta = normal(tokens, heads).sigmoid() if rule else None
+    beta = normal(tokens, heads).sigmoid()
     initial = normal(len(LENGTHS), heads, key_size, size) * 0.3
+    weights, skip = (beta, normal(heads, size)) if rule == "weighted" else (None, None)
+    beta = beta if rule is True else None
     ends = list(itertools.accumulate(LENGTHS, initial=2))
     spans = torch.tensor([*itertools.pairwise(ends)], dtype=torch.int32)
     for t in (q, k, v):  # tokens of no sequence are not read
         t[[0, 1, -1]] = torch.nan
-    given = [None if t is None else t.to(device) for t in (g, beta, initial, spans)]
+    given = [None if t is None else t.to(device) for t in (g, beta, weights, skip, initial, spans)]
     contract = FMA if not tensor_core else TENSOR_CORE
     key = contract.key
     if device == "cpu" and tensor_core:
@@ -140,6 +145,8 @@ STEP_FORMS = [
     (torch.bfloat16, True, False, 1, 1, 96, 64),
     (torch.float16, False, True, 1, 1, 256, 40),
     (torch.bfloat16, False, False, 1, 3, 16, 8),
+    (torch.bfloat16, "weighted", True, 1, 2, 128, 64),
+    (torch.float16, "weighted", True, 1, 3, 64, 136),
 ]
 POSITIONS = (0, 1, 5, 15, 16, 17, 31, 37, 48, 57, 63, 64)
 """Rows of the open chunk before a step."""
@@ -167,8 +174,10 @@ def step(
     parts = rows.to(dtype).to(device)[:, 2:].split(widths, 1)
     q, k, v = (t.unflatten(1, (h, -1)) for t, h in zip(parts, (key_heads, key_heads, heads), strict=True))
     g = (-normal(n, heads).abs() * 0.2).to(device) if decays else None
-    beta = normal(n, heads).sigmoid().to(device) if rule else None
-    own = delta.layout("delta", heads, key_size, size, dtype, False)  # type: ignore[arg-type]
+    beta = normal(n, heads).sigmoid().to(device)
+    weights, skip = (beta, normal(heads, size).to(device)) if rule == "weighted" else (None, None)  # type: ignore[arg-type]
+    beta = beta if rule is True else None
+    own = delta.layout("delta", heads, key_size, size, dtype, weighted=rule == "weighted")  # type: ignore[arg-type]
     state = RecurrentState(own, sequences=n)
     state.count.copy_(torch.tensor(positions))
     state.parts["matrix"].copy_(normal(*state.parts["matrix"].shape) * 0.3)
@@ -176,8 +185,10 @@ def step(
     state.parts["updates"].copy_(normal(*state.parts["updates"].shape))
     if decays:
         state.parts["decays"].copy_((-normal(n, heads, 64).abs() * 0.2).cumsum(-1))
+    if weights is not None:
+        state.parts["weights"].copy_(normal(n, heads, 64).sigmoid())
     for i, count in enumerate(positions):
-        for name in ("keys", "updates", "decays"):
+        for name in rows_of(state):
             state.parts[name][i, :, count:] = torch.nan
     state.parts["matrix"][-1] = torch.nan
     key = TENSOR_CORE.key
@@ -185,8 +196,20 @@ def step(
         from samebits.backends.cuda import matmul
 
         key = TENSOR_CORE.on(matmul.family(0)).key
-    x = Delta(q, k, v, g, beta, None, torch.empty(n, 0, dtype=torch.int32, device=device), 0.25, key)
+    spans = torch.empty(n, 0, dtype=torch.int32, device=device)
+    x = Delta(q, k, v, g, beta, weights, skip, None, spans, 0.25, key)
     return x, RecurrentState(own, state.data.to(device))
+
+
+def rows_of(state: RecurrentState) -> list[str]:
+    """The parts that have a chunk's rows."""
+    return [name for name in state.parts if name not in ("matrix", "marks")]
+
+
+def empty_results(x: Delta) -> Tensor:
+    """Memory for results, poisoned: float32 for some of those with weights."""
+    wide = x.weights is not None and x.v.shape[1] == 2
+    return torch.full(x.v.shape, torch.nan, dtype=torch.float32 if wide else x.v.dtype, device=x.v.device)
 
 
 def assert_same_step(got: tuple[Tensor, RecurrentState], want: tuple[Tensor, RecurrentState]) -> None:
@@ -198,25 +221,30 @@ def assert_same_step(got: tuple[Tensor, RecurrentState], want: tuple[Tensor, Rec
     assert not state.parts["marks"].any()
     assert_same_bits(state.parts["matrix"][:-1].cpu(), wanted.parts["matrix"][:-1])
     for n, count in enumerate(wanted.count[:-1].int().tolist()):
-        for name in ("keys", "updates", "decays"):
+        for name in rows_of(wanted):
             assert_same_bits(state.parts[name][n, :, :count].cpu(), wanted.parts[name][n, :, :count])
+
+
+def layout_of(x: Delta) -> Layout:
+    heads, size = x.v.shape[1:]
+    sizes = heads, x.q.shape[2], size
+    return delta.layout("delta", *sizes, x.q.dtype, x.by_channel, x.weights is not None)
 
 
 def pieces(run: object, x: Delta) -> tuple[Tensor, Tensor, RecurrentState]:
     """Results by calls that go on, the last matrices, and the state."""
-    heads, size = x.v.shape[1:]
-    own = delta.layout("delta", heads, x.q.shape[2], size, x.q.dtype, x.by_channel)
+    own = layout_of(x)
     device = x.q.device
     state = RecurrentState(own, sequences=len(x.spans), device=device)
     state.parts["matrix"].copy_(x.initial)
-    out = torch.full(x.v.shape, torch.nan, dtype=x.v.dtype, device=device)
+    out = empty_results(x)
     closed = torch.full(state.parts["matrix"].shape, torch.nan, device=device)
     at = x.spans[:, 0].clone()
     for step in STEPS:
         after = torch.minimum(at + step, x.spans[:, 1])
         part = torch.stack([at, after], 1).to(torch.int32).contiguous()
         run(  # type: ignore[operator]
-            Delta(x.q, x.k, x.v, x.g, x.beta, None, part, x.scale, x.contract), state.data, out, closed
+            dataclasses.replace(x, initial=None, spans=part), state.data, out, closed
         )
         at = after
     return out, closed, state
@@ -230,9 +258,7 @@ def gradients_of(x: Delta) -> Iterator[tuple[Delta, Tensor | None, Tensor, Tenso
     of_closed = torch.randn(x.initial.shape, generator=r)
     yield x, None, grad, of_closed
     yield dataclasses.replace(x, initial=None), None, grad, None
-    heads, size = x.v.shape[1:]
-    own = delta.layout("delta", heads, x.q.shape[2], size, x.q.dtype, x.by_channel)
-    state = RecurrentState(own, sequences=len(x.spans))
+    state = RecurrentState(layout_of(x), sequences=len(x.spans))
     cut = x.spans[:, :1] + torch.tensor([[40], [0], [2], [64]])
     first = dataclasses.replace(x, initial=None, spans=torch.cat([x.spans[:, :1], cut], 1).int())
     reference.forward(first, state.data, torch.zeros_like(x.v), None)
@@ -256,7 +282,8 @@ def test_every_schedule_has_the_references_bits(
 ) -> None:
     on_cpu, on_gpu = operands(form), operands(form, "cuda")
     padded = -(-on_gpu.q.shape[2] // 16) * 16
-    if schedule.memory(on_gpu.q.dtype, padded, bool(form[1]), on_gpu.by_channel) > 227 << 10:
+    options = bool(form[1]), on_gpu.by_channel, on_gpu.weights is not None
+    if schedule.memory(on_gpu.q.dtype, padded, *options) > 227 << 10:
         pytest.skip("takes more shared memory than there is")
 
     def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) -> None:
@@ -264,7 +291,7 @@ def test_every_schedule_has_the_references_bits(
 
     results = []
     for x, run in ((on_cpu, reference.forward), (on_gpu, forward)):
-        out = torch.full(x.v.shape, torch.nan, dtype=x.v.dtype, device=x.v.device)
+        out = empty_results(x)
         closed = torch.full(x.initial.shape, torch.nan, device=x.v.device)  # type: ignore[union-attr]
         run(x, None, out, closed)
         by_pieces, last, state = pieces(run, x)
@@ -276,7 +303,7 @@ def test_every_schedule_has_the_references_bits(
     assert not got.parts["marks"].any()
     assert_same_bits(got.parts["matrix"].cpu(), want.parts["matrix"])
     for n, count in enumerate(want.count.int().tolist()):
-        for name in ("keys", "updates", "decays"):
+        for name in rows_of(want):
             assert_same_bits(got.parts[name][n, :, :count].cpu(), want.parts[name][n, :, :count])
 
 
@@ -288,7 +315,7 @@ def test_every_step_has_the_references_bits(form: tuple[object, ...]) -> None:
     for device, schedule in [("cpu", None), *(("cuda", s) for s in [*schedules.catalogue_of_steps(), None])]:
         x, state = step(form, [*range(65), 7], device)
         for _ in range(2):
-            out = torch.full_like(x.v, torch.nan).contiguous()
+            out = empty_results(x)
             if device == "cpu":
                 reference.forward(x, state.data, out, None)
             else:
@@ -314,7 +341,7 @@ def test_gradients_have_the_references_bits(
         want = reference.backward(x, *given)
         moved = {
             name: t.cuda() if isinstance(t := getattr(x, name), Tensor) else t
-            for name in ("q", "k", "v", "g", "beta", "initial", "spans", "scale")
+            for name in ("q", "k", "v", "g", "beta", "weights", "skip", "initial", "spans", "scale")
         }
         state, *grads = (None if t is None else t.cuda() for t in given)
         before = None if state is None else state.clone()

@@ -27,6 +27,7 @@
 //   DELTA          1: with the delta rule; 0: updates are values
 //   VECTOR         1: rows of q, k and v can be copied by 16 bytes
 //   BY_CHANNEL     1: a decay for each channel of a key, with the delta rule
+//   WEIGHTED       1: rows have weights, without the delta rule and with one decay for each head
 //   KEEP           1: chunks are kept for gradients, in place of results
 
 #include "delta_forward.cuh"
@@ -44,6 +45,9 @@ struct Memory {
 #endif
     float decays[CHUNK * DECAYS], gammas[STAGES][ROWS * (BY_CHANNEL ? KEY_SIZE : 1)], betas[STAGES][ROWS];
     int is_last;
+#if WEIGHTED
+    float row_weights[CHUNK];  // which come in place of betas
+#endif
 };
 
 // Copies `count` rows of `size` elements behind each other, of which `given` exist; the others are zeros.
@@ -87,7 +91,12 @@ struct Block {
             if constexpr (!BY_CHANNEL)
                 m.gammas[stage][local + i] =
                     exists && g ? __fmul_rn(g[(at + i) * p.g_token], contract::LOG2E) : 0.0f;
+#if WEIGHTED
+            m.betas[stage][local + i] =
+                exists ? p.weights[(at + i) * p.weight_token + head * p.weight_head] : 0.0f;
+#else
             m.betas[stage][local + i] = exists && beta ? beta[(at + i) * p.beta_token] : 0.0f;
+#endif
         }
         for (int x = threadIdx.x; BY_CHANNEL && x < count * KEY_SIZE; x += THREADS) {
             const int i = x / KEY_SIZE, d = x % KEY_SIZE;
@@ -128,6 +137,9 @@ struct Block {
             const int i = base + x * 32 + lane;
             if (i >= first && i < base + ROWS)
                 m.decays[i] = mine[x];  // those of rows that are not there stay finite
+#if WEIGHTED
+            if (i >= first && i < base + ROWS) m.row_weights[i] = m.betas[stage][i - base];
+#endif
         }
     }
 
@@ -139,16 +151,27 @@ struct Block {
     __device__ __forceinline__ void store_scores(int base, int local, int j, float of_key,
                                                  float of_query) const {
         const int i = base + local;
-        const float weight = j <= i ? decay(i, j) : 0.0f;
+        float weight = j <= i ? decay(i, j) : 0.0f;
+#if WEIGHTED
+        of_query = __fmul_rn(of_query, weight), weight = m.row_weights[j];
+#endif
         m.scores[local * COLUMNS + j] = E::narrow(j <= i ? __fmul_rn(of_query, weight) : 0.0f);
         m.weights[local * WEIGHTS + j] = j < i ? __fmul_rn(of_key, weight) : 0.0f;
     }
 
-    __device__ __forceinline__ void store_result(int token, int e, float acc) const {
-        if (e < columns) {
-            const float y = contract::canonical(__fmul_rn(__fadd_rn(acc, 0.0f), p.scale));
-            p.out[(i64(token) * p.heads + head) * p.size + first_column + e] = E::narrow(y);
+    // Of row i of the chunk.
+    __device__ __forceinline__ void store_result(i64 token, int i, int e, float acc) const {
+        if (e >= columns) return;
+        const i64 at = (token * p.heads + head) * p.size + first_column + e;
+        float y = __fmul_rn(__fadd_rn(acc, 0.0f), p.scale);
+#if WEIGHTED
+        y = with_skip(p, y, head, first_column + e, m.updates[e * COLUMNS + i]);
+        if (p.wide) {
+            reinterpret_cast<float*>(p.out)[at] = contract::canonical(y);
+            return;
         }
+#endif
+        p.out[at] = E::narrow(contract::canonical(y));
     }
 
 #if BY_CHANNEL
@@ -360,7 +383,7 @@ struct Block {
                   Rows{m.updates, COLUMNS});
             t.each([&](int local, int e, float& c) {
                 const int i = base + local;
-                if (i >= first && i < count) store_result(token + i - first, e, c);
+                if (i >= first && i < count) store_result(token + i - first, i, e, c);
             });
         });
 #elif TENSOR_CORE
@@ -387,7 +410,7 @@ struct Block {
                     const int e = (y * PARTS + part) * 8 + in_pair + c % 2;
                     const int i = row0 + in_row + c / 2 * 8;
                     if (e < TILE && i >= first && i < count)
-                        store_result(token + i - first, e, results[y][c]);
+                        store_result(token + i - first, i, e, results[y][c]);
                 }
         }
 #else
@@ -398,7 +421,7 @@ struct Block {
             for (int j = 0; j <= i; ++j)
                 acc = __fmaf_rn(E::widen(m.scores[local * COLUMNS + j]), E::widen(m.updates[e * COLUMNS + j]),
                                 acc);
-            store_result(token + i - first, e, acc);
+            store_result(token + i - first, i, e, acc);
         }
 #endif
     }
@@ -413,6 +436,9 @@ struct Block {
             record.updates[i64(i) * p.size + first_column + e] = m.updates[e * COLUMNS + i];
             if (DELTA && i >= first)
                 record.z[i64(i) * p.size + first_column + e] = m.residuals[(i - base) * RESIDUALS + e];
+#if WEIGHTED
+            record.z[i64(i) * p.size + first_column + e] = E::widen(m.updates[e * COLUMNS + i]);
+#endif
         }
         if (begins) write_matrix(record.matrix, false);
         if (first_column) return;
@@ -423,6 +449,9 @@ struct Block {
         const int channels = BY_CHANNEL ? p.key_size : 1;
         for (int x = from * channels + threadIdx.x; x < count * channels; x += THREADS)
             record.decays[x] = m.decays[x / channels * DECAYS + x % channels];
+#if WEIGHTED
+        for (int i = from + threadIdx.x; i < count; i += THREADS) record.weights[i] = m.row_weights[i];
+#endif
     }
 
     // The matrix at the end of a chunk with `count` rows.
@@ -446,7 +475,10 @@ struct Block {
         const float last = m.decays[count - 1], kept = exp2_of(last);
         for (int x = threadIdx.x; x < TILE * CHUNK; x += THREADS) {
             const int e = x / CHUNK, j = x % CHUNK;
-            const float left = j < count ? exp2_of(__fsub_rn(last, m.decays[j])) : 0.0f;
+            float left = j < count ? exp2_of(__fsub_rn(last, m.decays[j])) : 0.0f;
+#if WEIGHTED
+            if (j < count) left = __fmul_rn(left, m.row_weights[j]);
+#endif
             const float u = j < count ? E::widen(m.updates[e * COLUMNS + j]) : 0.0f;
             m.scaled[e * COLUMNS + j] = E::narrow(__fmul_rn(u, left));
         }
@@ -566,6 +598,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
         }
         for (int x = threadIdx.x; x < before * channels; x += THREADS)
             m.decays[x / channels * DECAYS + x % channels] = decays[x];
+#if WEIGHTED
+        for (int j = threadIdx.x; j < before; j += THREADS)
+            m.row_weights[j] = state[p.row_weights + head * CHUNK + j];
+#endif
         __syncthreads();
         if (threadIdx.x == 0) {
             int* marks = reinterpret_cast<int*>(state + p.marks);
@@ -634,6 +670,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
             }
             for (int x = written * channels + threadIdx.x; x < count * channels; x += THREADS)
                 decays[x] = m.decays[x / channels * DECAYS + x % channels];
+#if WEIGHTED
+            for (int j = written + threadIdx.x; j < count; j += THREADS)
+                state[p.row_weights + head * CHUNK + j] = m.row_weights[j];
+#endif
         }
     }
     if (p.closed) {

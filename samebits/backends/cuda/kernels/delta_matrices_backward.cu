@@ -5,7 +5,7 @@
 // end, transposed, in shared memory, and keeps it, and those of updates and z, in the chunk's record: the rest of the
 // gradients needs all columns, and is computed by delta_rows_backward.cu.
 //
-// Macros: TYPE, TENSOR_CORE, KEY_SIZE, TILE, WARPS, HARDWARE_EXP2, DELTA and BY_CHANNEL are those of delta.cu.
+// Macros: TYPE, TENSOR_CORE, KEY_SIZE, TILE, WARPS, HARDWARE_EXP2, DELTA, BY_CHANNEL and WEIGHTED are delta.cu's.
 //   STAGES  2: the keys and queries of the chunk before are copied while one is computed; 1: they are not
 
 #include "delta_backward.cuh"
@@ -20,7 +20,7 @@ struct Memory {
     Stored scores[CHUNK * COLUMNS];  // [key, query], times the scale
     float weights[CHUNK * WEIGHTS];  // of keys, negative, [key, row]
     float matrix[TILE * MATRIX], of_updates[CHUNK * UPDATES];
-    float decays[CHUNK * DECAYS], betas[CHUNK];
+    float decays[CHUNK * DECAYS], betas[CHUNK];  // or weights
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -70,6 +70,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
             const bool exists = DELTA && i < count && i >= rows.before;
             m.betas[i] = exists ? p.beta[(rows.token + i) * p.beta_token + head * p.beta_head] : 0.0f;
+#if WEIGHTED
+            m.betas[i] = i < count ? record.weights[i] : 0.0f;
+#endif
         }
         const int channels = BY_CHANNEL ? p.key_size : 1;
         for (int x = threadIdx.x; x < CHUNK * DECAYS; x += THREADS) {
@@ -176,9 +179,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const int i = x / TILE, e = x % TILE;
             if (e >= columns) continue;
             const float u = m.of_updates[i * UPDATES + e];
+#if WEIGHTED
+            float value = __fmul_rn(u, m.betas[i]);
+            if (p.skip)
+                value = __fadd_rn(value, __fmul_rn(p.skip[head * p.size + first_column + e],
+                                                   E::widen(m.grads[e * COLUMNS + i])));
+            const Stored z = E::narrow(value);
+#else
             const Stored z = DELTA ? m.of_z[e * COLUMNS + i] : E::narrow(u);
+#endif
+            if constexpr (DELTA || WEIGHTED) record.of_updates[i64(i) * p.size + first_column + e] = u;
             if constexpr (DELTA) {
-                record.of_updates[i64(i) * p.size + first_column + e] = u;
                 record.of_z[i64(i) * p.size + first_column + e] = z;
             }
             if (i >= rows.before) p.dv[((rows.token + i) * p.heads + head) * p.size + first_column + e] = z;

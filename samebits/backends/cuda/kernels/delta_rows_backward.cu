@@ -4,7 +4,7 @@
 // after the other. Their records have all that the passes over the sequence found: see delta_matrices_backward.cu. So
 // blocks need nothing of each other.
 //
-// Macros: TYPE, TENSOR_CORE, KEY_SIZE, WARPS, HARDWARE_EXP2, DELTA and BY_CHANNEL are those of delta.cu.
+// Macros: TYPE, TENSOR_CORE, KEY_SIZE, WARPS, HARDWARE_EXP2, DELTA, BY_CHANNEL and WEIGHTED are those of delta.cu.
 //   VALUE_SIZE  of v, up to a multiple of 16
 //   STAGED      1: operands are copied to shared memory; 0: they are read where they are
 //
@@ -118,6 +118,14 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     const auto decays = [&](int i, int d) { return m.decays[i * DECAYS + (BY_CHANNEL ? d : 0)]; };
     const auto decay = [&](int i, int j, int d) { return exp2_of(__fsub_rn(decays(i, d), decays(j, d))); };
     const int last = count - 1;
+    // A decay from row j on, times the row's weight.
+    const auto weighted = [&](float decay, int j) {
+#if WEIGHTED
+        return __fmul_rn(decay, record.weights[j]);
+#else
+        return decay;
+#endif
+    };
 
     // Of scores, times decays where these are one for all channels.
     const auto zero = [](int, int, float& c) { c = 0.0f; };
@@ -130,7 +138,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
 #if BY_CHANNEL
             m.of_scores[i * SCORES + j] = x;
 #else
-            m.of_scores[i * SCORES + j] = E::narrow(seen ? __fmul_rn(x, decay(i, j, 0)) : 0.0f);
+            m.of_scores[i * SCORES + j] = E::narrow(seen ? __fmul_rn(x, weighted(decay(i, j, 0), j)) : 0.0f);
 #endif
         });
         if constexpr (DELTA) {
@@ -232,7 +240,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         t.each(zero);
         t.add(0, p.size, updates, of_matrix);
         t.each([&](int j, int d, float& c) {
-            m.columns[j * LINE + d] = j < count ? __fmul_rn(c, decay(last, j, d)) : 0.0f;
+            m.columns[j * LINE + d] = j < count ? __fmul_rn(c, weighted(decay(last, j, d), j)) : 0.0f;
         });
     });
     __syncthreads();
@@ -303,13 +311,14 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         if (i >= before) store(p.dk, p.sums_of_dk, i, d, m.columns[i * LINE + d]);
     }
 
-    // Of betas, and of decays: a row's running sum scales what the row reads, and inversely what is read of it.
-    if constexpr (DELTA)
+    // Of betas or weights, and of decays: a row's running sum scales what the row reads, and inversely what is read of it.
+    if constexpr (DELTA || WEIGHTED)
         for (int i = THREADS - 1 - threadIdx.x; i < count; i += THREADS) {
             float sum = 0.0f;
             for (int e = 0; e < p.size && i >= before; ++e)
                 sum = __fmaf_rn(record.of_updates[i64(i) * p.size + e], record.z[i64(i) * p.size + e], sum);
-            if (i >= before) p.dbeta[(span.token + i) * p.heads + head] = contract::canonical(sum);
+            float* to = WEIGHTED ? p.dweights : p.dbeta;
+            if (i >= before) to[(span.token + i) * p.heads + head] = contract::canonical(sum);
         }
     if (!p.dg) return;
 #if BY_CHANNEL

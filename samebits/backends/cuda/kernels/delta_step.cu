@@ -20,6 +20,7 @@
 //   TILE           columns of a block: 32, 64 or 128
 //   HARDWARE_EXP2  1: the instruction; 0: the polynomial
 //   DELTA          1: with the delta rule; 0: updates are values
+//   WEIGHTED       1: rows have weights, without the delta rule
 //
 // Pairs of q and k lie at multiples of 4 bytes, states and results at multiples of 16.
 
@@ -37,7 +38,8 @@ constexpr int LINE = TILE + PAD, PER = 16 / SIZE;                // in elements
 struct Memory {
     Stored keys[CHUNK * KEYS], updates[CHUNK * LINE], own[2 * KEYS];  // the token's query and key
     Stored scores[CHUNK], values[TILE];
-    float weights[CHUNK], decays[CHUNK], residuals[TILE];
+    float weights[CHUNK];  // of updates of the block's rows, in the update; or WEIGHTED, of the rows
+    float decays[CHUNK], residuals[TILE];
 };
 
 template <class T>
@@ -103,8 +105,12 @@ struct Warp {
             float left[4];
             read(u, k * 16);
 #pragma unroll
-            for (int y = 0; y < 4; ++y)
+            for (int y = 0; y < 4; ++y) {
                 left[y] = exp2_of(__fsub_rn(last, m.decays[k * 16 + in_pair + row_of(y)]));
+#if WEIGHTED
+                left[y] = __fmul_rn(left[y], m.weights[k * 16 + in_pair + row_of(y)]);
+#endif
+            }
 #pragma unroll
             for (int x = 0; x < WIDE; ++x)
 #pragma unroll
@@ -182,6 +188,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     }
     if (threadIdx.x < TILE) m.values[threadIdx.x] = threadIdx.x < columns ? v[threadIdx.x] : E::narrow(0.0f);
     if (threadIdx.x < CHUNK) m.decays[threadIdx.x] = decays[threadIdx.x];  // garbage from `before` on
+#if WEIGHTED
+    float* weights = state + p.row_weights + i64(head) * CHUNK;
+    const float own_weight = p.weights[token * p.weight_token + head * p.weight_head];
+    if (threadIdx.x < CHUNK) m.weights[threadIdx.x] = weights[threadIdx.x];
+#endif
 
     // Keys, and updates of whole blocks: zeros where there are no rows.
 #pragma unroll
@@ -260,8 +271,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         for (int y = 0; y < 2; ++y) {
             const int of = j + in_pair + y;
             const float weight = of <= i ? exp2_of(__fsub_rn(decay, of == i ? decay : m.decays[of])) : 0.0f;
-            if (in_row == 0) m.scores[of] = E::narrow(of <= i ? __fmul_rn(c[y], weight) : 0.0f);
-            if (in_row == 1) m.weights[of] = of < i ? __fmul_rn(c[y], weight) : 0.0f;
+#if WEIGHTED
+            const float score = __fmul_rn(__fmul_rn(c[y], weight), of == i ? own_weight : m.weights[of]);
+#else
+            const float score = __fmul_rn(c[y], weight);
+#endif
+            if (in_row == 0) m.scores[of] = E::narrow(of <= i ? score : 0.0f);
+            if (!WEIGHTED && in_row == 1) m.weights[of] = of < i ? __fmul_rn(c[y], weight) : 0.0f;
         }
     }
     __syncthreads();
@@ -307,18 +323,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     w.add(acc, block, false);
 
     if (in_row == 0 && w.has(in_pair)) {
-        Stored* out = p.out + (token * p.heads + head) * VALUE_SIZE + first_column + warp * COLUMNS;
-        Wide<u32> results;
+        const int e = warp * COLUMNS + in_pair * WIDE;
+        const i64 at = (token * p.heads + head) * VALUE_SIZE + first_column + e;
+        float y[2 * WIDE];
 #pragma unroll
-        for (int n = 0; n < 2 * WIDE; n += 2) {
-            float y[2];
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-                y[c] = contract::canonical(
-                    __fmul_rn(__fadd_rn(acc[(n + c) % WIDE][(n + c) / WIDE], 0.0f), p.scale));
-            results.x[n / 2] = E::pack(y[0], y[1]);
+        for (int n = 0; n < 2 * WIDE; ++n) {
+            y[n] = __fmul_rn(__fadd_rn(acc[n % WIDE][n / WIDE], 0.0f), p.scale);
+#if WEIGHTED
+            y[n] = with_skip(p, y[n], head, first_column + e + n, m.values[e + n]);
+#endif
+            y[n] = contract::canonical(y[n]);
         }
-        *reinterpret_cast<Wide<u32>*>(out + in_pair * WIDE) = results;
+#if WEIGHTED
+        if (p.wide) {
+            Wide<float>* out = reinterpret_cast<Wide<float>*>(reinterpret_cast<float*>(p.out) + at);
+#pragma unroll
+            for (int n = 0; n < 2 * WIDE; ++n) out[n / WIDE].x[n % WIDE] = y[n];
+        } else
+#endif
+        {
+            Wide<u32> results;
+#pragma unroll
+            for (int n = 0; n < WIDE; ++n) results.x[n] = E::pack(y[2 * n], y[2 * n + 1]);
+            *reinterpret_cast<Wide<u32>*>(p.out + at) = results;
+        }
     }
 
     // Blocks share the head's keys and decays, and the sequence's count of rows: the last that read them writes them.
@@ -328,6 +356,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
                 *reinterpret_cast<u32*>(keys + i * KEY_SIZE + d) =
                     *reinterpret_cast<const u32*>(m.own + KEYS + d);
             if (lane == 0) decays[i] = decay, marks[1 + head] = 0;
+#if WEIGHTED
+            if (lane == 0) weights[i] = own_weight;
+#endif
         }
         if (lane == 0 && of_all == tiles * int(gridDim.y) - 1) state[0] = float(i + 1), *marks = 0;
     }

@@ -25,16 +25,26 @@ __device__ __forceinline__ float exp2_of(float x) {
 // What passes over a sequence's chunks leave of one of them, for one head. All arrays are dense.
 struct Record {
     float *decays, *z, *of_updates;  // [CHUNK], or for each channel; [CHUNK, size]; the gradient of updates
-    Stored *keys, *updates, *of_z;   // [CHUNK, key size], [CHUNK, size], and the gradient of z
-    float *matrix, *of_matrix;       // [key size, size] at the chunk's start, and the gradient at its end
+#if WEIGHTED
+    float* weights;  // [CHUNK]; z has the updates
+#endif
+    Stored *keys, *updates, *of_z;  // [CHUNK, key size], [CHUNK, size], and the gradient of z
+    float *matrix, *of_matrix;      // [key size, size] at the chunk's start, and the gradient at its end
 
     __device__ __forceinline__ Record(unsigned char* records, i64 index, int key_size, int size) {
         const i64 values = i64(CHUNK) * size, entries = i64(key_size) * size;
-        const i64 floats = CHUNK * (BY_CHANNEL ? key_size : 1) + 2 * values,
-                  stored = CHUNK * key_size + 2 * values;
+#if WEIGHTED
+        const int of_rows = 2 * CHUNK;
+#else
+        const int of_rows = CHUNK * (BY_CHANNEL ? key_size : 1);
+#endif
+        const i64 floats = of_rows + 2 * values, stored = CHUNK * key_size + 2 * values;
         const i64 bytes = (4 * (floats + 2 * entries) + SIZE * stored + 15) / 16 * 16;
         decays = reinterpret_cast<float*>(records + index * bytes);
-        z = decays + CHUNK * (BY_CHANNEL ? key_size : 1), of_updates = z + values;
+        z = decays + of_rows, of_updates = z + values;
+#if WEIGHTED
+        weights = decays + CHUNK;
+#endif
         keys = reinterpret_cast<Stored*>(of_updates + values);
         updates = keys + CHUNK * key_size, of_z = updates + values;
         matrix = reinterpret_cast<float*>(of_z + values), of_matrix = matrix + entries;

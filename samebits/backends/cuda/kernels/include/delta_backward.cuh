@@ -5,11 +5,11 @@
 
 struct Params {
     const Stored *q, *grad;
-    const float *beta, *state, *of_closed;
+    const float *beta, *skip, *state, *of_closed;
     unsigned char* records;
     Stored *dv, *dq, *dk;            // [tokens, heads, size], or key heads
     float *sums_of_dq, *sums_of_dk;  // over some heads that share one of keys; null where none do
-    float *dg, *dbeta, *dinitial;
+    float *dg, *dbeta, *dweights, *dinitial;
     const int* spans;
     i64 q_token, q_head, grad_token, grad_head, beta_token, beta_head, words;
     int key_size, size, heads, group, tokens, sequences;

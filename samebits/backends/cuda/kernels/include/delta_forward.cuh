@@ -5,14 +5,22 @@
 
 struct Params {
     const Stored *q, *k, *v;
-    const float *g, *beta, *initial;
+    const float *g, *beta, *weights, *skip, *initial;
     float *state, *closed;
-    Stored* out;
+    Stored* out;  // float, if `wide`
     const int* spans;
     unsigned char* records;
-    i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head;
-    i64 words;                                 // of a sequence's state
-    int matrix, keys, updates, decays, marks;  // where they are in it
-    int key_size, size, heads, group, tokens;
+    i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
+        weight_token, weight_head;
+    i64 words;                                              // of a sequence's state
+    int matrix, keys, updates, decays, row_weights, marks;  // where they are in it
+    int key_size, size, heads, group, tokens, wide;
     float scale;
 };
+
+#if WEIGHTED
+// A result, from where the scale left it, with the value of its row and column.
+__device__ __forceinline__ float with_skip(const Params& p, float y, int head, int column, Stored value) {
+    return p.skip ? __fadd_rn(y, __fmul_rn(p.skip[head * p.size + column], E::widen(value))) : y;
+}
+#endif

@@ -211,12 +211,15 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         const float decay = i < count ? record.decays[i] : 0.0f;
         m.decays[i] = decay, m.since[i] = exp2_of(decay);
         m.left[i] = exp2_of(__fsub_rn(record.decays[last], decay));
+#if WEIGHTED
+        if (i < count) m.left[i] = __fmul_rn(m.left[i], record.weights[i]);
+#endif
     }
 
-    // Of betas; and of the last row's decay, what the next matrix has of this one.
-    if constexpr (DELTA)
+    // Of betas or weights; and of the last row's decay, what the next matrix has of this one.
+    if constexpr (DELTA || WEIGHTED)
         chains<CHUNK>(record.of_updates, record.z, 1.0f, before, count, p.size, [&](int i, float sum) {
-            p.dbeta[(span.token + i) * p.heads + head] = contract::canonical(sum);
+            (WEIGHTED ? p.dweights : p.dbeta)[(span.token + i) * p.heads + head] = contract::canonical(sum);
         });
     if (p.dg)
         chains<KEY_SIZE>(record.matrix, record.of_matrix, exp2_of(record.decays[last]), 0, p.key_size, p.size,
@@ -250,7 +253,10 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
             for (int y = 0; y < 2; ++y) {
                 const int at = x % 2 * 2 + y;
                 const bool seen = j + y <= i && i < count;
-                const float decay = seen ? exp2_of(__fsub_rn(m.decays[i], m.decays[j + y])) : 0.0f;
+                float decay = seen ? exp2_of(__fsub_rn(m.decays[i], m.decays[j + y])) : 0.0f;
+#if WEIGHTED
+                if (seen) decay = __fmul_rn(decay, record.weights[j + y]);
+#endif
                 scores[y] = seen ? __fmul_rn(__fmul_rn(of[0][x / 2][at], p.scale), decay) : 0.0f;
                 if constexpr (DELTA)
                     mutual[y] = seen && j + y < i ? __fmul_rn(-of[1][x / 2][at], decay) : 0.0f;
