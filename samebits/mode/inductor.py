@@ -6,7 +6,8 @@ quotient or an exponential. So under the mode
 
 * functions of one rounding (:data:`EXACT`) are fused, each of them rounded as eager PyTorch rounds it;
 * all other elementwise functions are one operator each, which runs PyTorch's kernel. So is, on a CPU, what
-  rounds to 16 bits, in versions of PyTorch whose C++ leaves that out.
+  rounds to 16 bits, in versions of PyTorch whose C++ leaves that out, and what is computed of constants
+  alone: Triton writes a constant of -0 as 0.
 
 Not part of this: operators that PyTorch itself composes of several for the compiler, such as losses.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -23,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from samebits.mode.arguments import tensors_of
 from samebits.mode.constant_masks import without_causal_masks
 from samebits.mode.patches import asks, changed, when_loaded
-from samebits.mode.vectors import as_operator
+from samebits.mode.vectors import as_operator, operator_node
 
 __all__ = ["EXACT", "compile_exactly", "cover_inductor"]
 
@@ -180,6 +182,8 @@ def _decomposed(op: OpOverload, theirs: Callable[..., Any] | None, *args: Any, *
 
 def _is_exact(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     name = op._schema.name.removeprefix("aten::")
+    if any(map(_is_negative_zero, (*args, *kwargs.values()))):
+        return False
     if name in EXACT:
         scale: Any = kwargs.get("alpha", args[2] if name == "rsub" and len(args) > 2 else 1)
         return bool(scale == 1)
@@ -190,6 +194,10 @@ def _is_exact(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return isinstance(exponent, (int, float)) and exponent in (1, 2)
     integers = not any(t.is_floating_point() or t.is_complex() for t in tensors_of((*args, *kwargs.values())))
     return integers and name in _OF_INTEGERS and not any(isinstance(x, float) for x in args)
+
+
+def _is_negative_zero(x: Any) -> bool:
+    return isinstance(x, float) and x == 0 and math.copysign(1, x) < 0
 
 
 def _is_left_wide(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -223,6 +231,7 @@ def _rounding(before: Any) -> Any:
         def __call__(self, graph: Graph) -> None:
             for own in passes:
                 own(graph)
+            _constants(graph)
             for node in graph.nodes:
                 values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
                 if any(isinstance(t, Tensor) and t.dtype.itemsize == 2 for t in values):
@@ -232,3 +241,26 @@ def _rounding(before: Any) -> Any:
             return "samebits", *(own.uuid() for own in passes if isinstance(own, CustomGraphPass))
 
     return Rounding()
+
+
+_FULL = torch.ops.aten.full.default
+
+
+def _constants(graph: Graph) -> None:
+    """Functions of constants alone become operators, and so does a constant of -0."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.target is _FULL:
+            if _is_negative_zero(node.args[1]):
+                node.update_arg(1, 0.0)
+                with graph.inserting_after(node):
+                    negative = graph.call_function(torch.ops.aten.neg.default, (node,))
+                negative.meta = node.meta.copy()
+                node.replace_all_uses_with(negative)
+                negative.update_arg(0, node)
+            found.add(node)
+        elif node.all_input_nodes and found.issuperset(node.all_input_nodes):
+            if node.target in _elementwise():
+                operator_node(node)
+            else:  # a view
+                found.add(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.fx import Node
 
 from samebits.mode.arguments import records, tensors_of
 from samebits.ops._autograd import plainly
 from samebits.ops._operator import as_no_view, library, refuse_second_derivatives
 from samebits.ops.expand import expand
 
-__all__ = ["as_operator", "in_whole_vectors"]
+__all__ = ["as_operator", "in_whole_vectors", "operator_node"]
 
 _SHARE = 1 << 14  # so few elements PyTorch's CPU loops do not divide among threads
 
@@ -127,6 +128,14 @@ def as_operator(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return found
 
 
+def operator_node(node: Node) -> None:
+    """Turn a node that calls an elementwise operator into one of :func:`as_operator`."""
+    call = _described(node.args, node.kwargs)
+    if call is not None:
+        node.args, node.kwargs = (_known(node.target), *call), {}  # type: ignore[arg-type]
+        node.target = torch.ops.samebits.elementwise.default
+
+
 def _function(name: str) -> Callable[..., Any]:
     """The function that has this name. Graphs from a cache name operators that nobody asked for yet."""
     if name not in _functions:
@@ -150,11 +159,11 @@ def _is_static(count: float) -> bool:
     return not isinstance(count, torch.SymInt)
 
 
-def _described(operands: Sequence[Any], options: dict[str, Any]) -> tuple[str, list[Tensor]] | None:
-    """Arguments as an operator takes them: words, and the tensors among them. None: it cannot."""
+def _described(operands: Sequence[Any], options: Mapping[str, Any]) -> tuple[str, list[Any]] | None:
+    """Arguments as an operator takes them: words, and the tensors or nodes among them. None: it cannot."""
     words, tensors = [], []
     for name, x in (*(("", x) for x in operands), *options.items()):
-        if isinstance(x, Tensor):
+        if isinstance(x, (Tensor, Node)):
             tensors.append(x)
         elif not (
             x is None
@@ -162,7 +171,7 @@ def _described(operands: Sequence[Any], options: dict[str, Any]) -> tuple[str, l
             or (isinstance(x, (int, float)) and _is_static(x))
         ):
             return None
-        words.append(f"{name}={_TENSOR if isinstance(x, Tensor) else repr(x)}")
+        words.append(f"{name}={_TENSOR if isinstance(x, (Tensor, Node)) else repr(x)}")
     return " ".join(words), tensors
 
 

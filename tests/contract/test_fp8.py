@@ -556,9 +556,8 @@ def test_triton_is_refused() -> None:
     x = torch.ones(2, 128, device="cuda")
     values, scale = samebits.quantize(x)
     recipe = ScalingType.BlockWise1x128
-    said = "for this GPU tensor. triton: it does not compute "
     with samebits.use_backend("triton"):
-        with pytest.raises(UnavailableError, match=said + "FP8 values and their scales yet"):
+        with pytest.raises(UnavailableError, match="backend triton does not compute it yet"):
             samebits.quantize(x)
-        with pytest.raises(UnavailableError, match=said + "products in FP8 yet"):
+        with pytest.raises(UnavailableError, match="backend triton does not compute it yet"):
             samebits.scaled_mm(values, values.T, scale, recipe, scale, recipe)

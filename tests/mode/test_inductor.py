@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import samebits
@@ -235,3 +236,24 @@ def test_other_settings_of_inductor_are_an_error() -> None:
         inductor._try_out(lambda config_patches, decompositions: None)
     with pytest.raises(RuntimeError, match="it takes no decompositions"):
         inductor._try_out(lambda config_patches: None)
+
+
+def test_constants_keep_their_sign() -> None:
+    """Triton's code of a constant of -0 is 0, so what is computed of constants is an operator."""
+    zeros = torch.zeros(2, 3)
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        aten = torch.ops.aten
+        zero, negative = aten.full.default([2, 3], 0.0), aten.full.default([2, 3], -0.0)
+        return aten.mul.Tensor(aten.view.default(zero, [3, 2]), -1.0), aten.add.Tensor(negative, x), zero + x
+
+    graph = make_fx(run)(zeros)
+    inductor._constants(graph.graph)
+    graph.recompile()
+    for got, want in zip(graph(-zeros), run(-zeros), strict=True):
+        assert_same_bits(got, want)
+    targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+    assert targets.count("samebits.elementwise.default") == 2
+    assert not any(inductor._is_negative_zero(x) for n in graph.graph.nodes for x in n.args)
+    with samebits.batch_invariant("error"):
+        assert "samebits.elementwise.default" in operators_of(lambda x: x * -0.0, -zeros)

@@ -1,9 +1,10 @@
 """Checks in several processes that exchange bytes: by gloo on one CPU, or by NCCL, each on a GPU of its own.
 
-All ranks are forked from one process, ``python -m tests.support.ranks``, which has imported what they need:
-that takes longer than the checks. (It has run no parallel region before and has not used a GPU, so a fork is
-safe.) A line ``MODULE RANKS FOLDER DEVICE`` on its input runs every function ``check_...`` of a module in
-RANKS processes, in turn, up to the first failure. It answers with a line, their exit code.
+On a CPU all ranks are forked from one process, ``python -m tests.support.ranks``, which has imported what
+they need: that takes longer than the checks. (It has run no parallel region before, so a fork is safe. What
+has used a GPU may not be forked, so on GPUs each rank is a process of its own.) A line ``MODULE RANKS FOLDER
+DEVICE`` on its input runs every function ``check_...`` of a module in RANKS processes, in turn, up to the
+first failure. It answers with a line, their exit code.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ def run(module: str, device: str, ranks: int, folder: Path) -> None:
     """Run a module's checks in `ranks` processes. The error has what each of them raised."""
     if device == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, one for each rank, got {torch.cuda.device_count()}")
+    if device == "cuda":
+        codes = _started(module, ranks, folder)
+        assert not any(codes), f"exit codes {codes}\n{_said(folder)}"
+        return
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -62,8 +67,22 @@ def run(module: str, device: str, ranks: int, folder: Path) -> None:
     if code != "0":
         _server.cache_clear()
         server.kill()
-    said = "\n".join(f"{file.name}: {file.read_text()}" for file in sorted(folder.glob("rank *")))
-    assert code == "0", f"exit code {code or 'none'}\n{said}"
+    assert code == "0", f"exit code {code or 'none'}\n{_said(folder)}"
+
+
+def _said(folder: Path) -> str:
+    return "\n".join(f"{file.name}: {file.read_text()}" for file in sorted(folder.glob("rank *")))
+
+
+def _started(module: str, ranks: int, folder: Path) -> list[int]:
+    """The exit codes of processes, each with a GPU."""
+    command = [sys.executable, "-m", "tests.support.ranks", module, str(ranks), str(folder)]
+    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(ranks)]
+    try:
+        return [process.wait(600) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @functools.cache
@@ -116,6 +135,10 @@ def _forked(module: str, ranks: int, folder: Path, kind: str) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        of, count, where, on = sys.argv[1:]
+        _rank(of, int(on), int(count), Path(where), "cuda")
+        sys.exit()
     for kernels in ("attention", "logp", "matmul", "rows"):
         importlib.import_module(f"samebits.backends.reference.{kernels}")
     torch.compile(torch.sin, backend="aot_eager")(torch.ones(1))  # imports much, which each rank would
