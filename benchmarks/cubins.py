@@ -447,10 +447,13 @@ def recurrent_layers() -> Iterator[Kernel]:
         for way in delta_schedules.catalogue():
             if way.memory(x, 64, x is BF16, by_channel, weighted) <= SMEM:
                 yield delta.kernel_spec(way, x, 64, vector=erases, keep=not erases, **given), HOPPER
-        for step in delta_schedules.catalogue_of_steps() if x is BF16 and not by_channel else ():
+        for step in delta_schedules.catalogue_of_steps() if x is BF16 and erases >= by_channel else ():
             for dtype, size in ((BF16, 128), (F16, 40)):
                 options = {"hardware_exp2": dtype is BF16, "delta": erases, "weighted": weighted}
+                options["by_channel"] = by_channel
                 yield delta.step_spec(step, dtype, 128, size, **options), HOPPER
+        if by_channel and erases:
+            yield delta.prepare_spec(x, 64, tensor_core=x is BF16, hardware_exp2=x is BF16), HOPPER
         for which, of in (
             ("matrices", delta_schedules.DeltaGradients(16, True, 2)),
             ("matrices", delta_schedules.DeltaGradients(64, True, 1)),

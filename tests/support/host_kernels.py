@@ -114,7 +114,12 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         return torch.full(tuple(shape), torch.nan, dtype=dtype)
 
+    def prepare(_: int, *args: Any, **options: Any) -> HostKernel:
+        return HostKernel(host.prepare_spec(*args, **options))
+
     monkeypatch.setattr(host, "_kernel", kernel)
+    if hasattr(host, "_prepare_kernel"):
+        monkeypatch.setattr(host, "_prepare_kernel", prepare)
     if hasattr(host, "_gradients_kernel"):
         monkeypatch.setattr(host, "_gradients_kernel", of_gradients)
     if hasattr(host, "_step_kernel"):

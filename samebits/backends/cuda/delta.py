@@ -1,10 +1,11 @@
 """Delta rules and linear attention on CUDA tensors: ``kernels/delta*.cu``.
 
-``delta.cu`` computes every forward. Where each sequence has one token, ``delta_step.cu`` is faster.
+``delta.cu`` computes every forward. Where each sequence has one token, ``delta_step.cu`` is faster. With a
+decay for each channel, ``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
 
-Gradients take three launches. The forward's kernel goes through the chunks again, and keeps a record of each
-of them. A kernel goes through them backwards, as each needs the gradient of the next one's matrix. With both
-in its record, every chunk's other gradients are computed by themselves.
+Gradients take three launches after that one. The forward's kernel goes through the chunks again, and keeps a
+record of each of them. A kernel goes through them backwards, as each needs the gradient of the next one's
+matrix. With both in its record, every chunk's other gradients are computed by themselves.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from samebits.backends.cuda.delta_schedules import (
     choose_of_gradients,
     choose_step,
     padded_size,
+    prepared_memory,
 )
 from samebits.backends.cuda.operands import TYPES, address
 from samebits.backends.delta import Delta, layout
 from samebits.backends.recurrent import CHUNK
 from samebits.contract import INTERPOLATION, contract_from_key
 
-__all__ = ["backward", "forward", "gradients_spec", "kernel_spec", "step_spec"]
+__all__ = ["backward", "forward", "gradients_spec", "kernel_spec", "prepare_spec", "step_spec"]
 
-_PARAMS = "13P13q12if"
+_PARAMS = "13P13q12ifP"
 """``struct Params`` of the forward's kernels."""
 
 
 def _is_step(x: Delta, q: Tensor, k: Tensor, state: Tensor | None, out: Tensor | None) -> bool:
     """Whether that kernel takes a call: a token for each sequence, and memory to be read by words."""
-    if state is None or out is None or x.by_channel or x.spans.shape[1] or len(x.spans) != len(q):
+    if state is None or out is None or x.spans.shape[1] or len(x.spans) != len(q):
         return False
     key_size, size = q.shape[2], x.v.shape[2]
     pairs = functools.reduce(int.__or__, (n for t in (q, k) for n in (t.data_ptr() // 2, *t.stride()[:2])))
@@ -101,20 +103,70 @@ def step_spec(
     *,
     hardware_exp2: bool,
     delta: bool,
+    by_channel: bool = False,
     weighted: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``delta_step.cu``."""
     constants = (
         *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("VALUE_SIZE", size), ("TILE", schedule.tile)),
-        *(("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta)), ("WEIGHTED", int(weighted))),
+        *(("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta)), ("BY_CHANNEL", int(by_channel))),
+        ("WEIGHTED", int(weighted)),
     )
-    smem = -(-schedule.memory(dtype, key_size) // 16) * 16
+    smem = -(-schedule.memory(dtype, key_size, by_channel) // 16) * 16
     return compiler.KernelSpec(
         "delta_step.cu", "delta_step", _PARAMS, constants, block=128, smem=smem, oldest=SM_80
     )
 
 
 _step_kernel = runtime.loader(step_spec)
+
+
+def prepare_spec(
+    dtype: torch.dtype, key_size: int, *, tensor_core: bool, hardware_exp2: bool
+) -> compiler.KernelSpec:
+    """The kernel of ``delta_prepare.cu`` for keys of `key_size`, a multiple of 16."""
+    constants = (
+        *(("TYPE", TYPES[dtype]), ("TENSOR_CORE", int(tensor_core))),
+        *(("KEY_SIZE", key_size), ("HARDWARE_EXP2", int(hardware_exp2))),
+    )
+    smem = prepared_memory(dtype, key_size)
+    return compiler.KernelSpec(
+        *("delta_prepare.cu", "delta_prepare", "7P7q8if", constants), block=256, smem=smem, oldest=SM_80
+    )
+
+
+_prepare_kernel = runtime.loader(prepare_spec)
+
+
+def _prepared(x: Delta, state: Tensor | None, records: Tensor | None, *, tensor_core: bool) -> Tensor:
+    """What a pass over the chunks of a call with a decay for each channel multiplies: ``struct Prepared``."""
+    assert x.g is not None
+    device, dtype = x.q.get_device(), x.q.dtype
+    q, k, g = map(_dense, (x.q, x.k, x.g))
+    (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
+    padded, places = padded_size(key_size), _places(x)
+    floats, stored = CHUNK * (padded + CHUNK) + padded, CHUNK * (CHUNK + 3 * padded)
+    each = floats + stored * dtype.itemsize // 4
+    found = runtime.empty((places * heads * each,), torch.float32, device)
+    kernel = _prepare_kernel(
+        device, dtype, padded, tensor_core=tensor_core, hardware_exp2=_hardware_exp2(tensor_core, device)
+    )
+    own = layout("delta", heads, key_size, size, dtype, True)
+    kernel.launch(
+        (places, heads, 1),
+        *map(address, (q, k, g, state, found, records, _spans(x))),
+        *(n for t in (q, k, g) for n in t.stride()[:2]),
+        own.words if state is None else state.stride(0),
+        *(own.offset("keys"), own.offset("decays")),
+        *(key_size, size, heads, heads // key_heads, tokens, len(x.spans)),
+        1.0 if records is None else x.scale,
+    )
+    return found
+
+
+def _places(x: Delta) -> int:
+    """Of chunks: see ``first_chunk`` of the kernels."""
+    return x.q.shape[0] // CHUNK + 2 * len(x.spans)
 
 
 def forward(
@@ -136,6 +188,7 @@ def _run(
     closed: Tensor | None,
     records: Tensor | None,
     schedule: Schedule | Step | None,
+    prepared: Tensor | None = None,
 ) -> None:
     """Results, or with `records` what gradients need of every chunk."""
     device = x.q.get_device()
@@ -153,12 +206,14 @@ def _run(
     )
     padded = padded_size(key_size)
     if schedule is None and tensor_core and closed is None and _is_step(x, q, k, state, out):
-        schedule = choose_step(size, sequences * heads, device)
-    elif schedule is None:
+        schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, device)
+    if schedule is None:
         few = tokens <= FEW * sequences
         of = x.q.dtype, padded, size, sequences * heads
         schedule = choose(*of, few, tensor_core, x.by_channel, device, weighted)
-    rule: dict[str, Any] = {"delta": x.beta is not None, "weighted": weighted}
+    if x.by_channel and prepared is None and not isinstance(schedule, Step):
+        prepared = _prepared(x, state, None, tensor_core=tensor_core)
+    rule: dict[str, Any] = {"delta": x.beta is not None, "weighted": weighted, "by_channel": x.by_channel}
     rule["hardware_exp2"] = _hardware_exp2(tensor_core, device)
     if isinstance(schedule, Step):
         kernel = _step_kernel(*(device, schedule, x.q.dtype, key_size, size), **rule)
@@ -167,7 +222,6 @@ def _run(
             *(device, schedule, x.q.dtype, padded),
             tensor_core=tensor_core,
             vector=not low & 15,
-            by_channel=x.by_channel,
             keep=records is not None,
             **rule,
         )
@@ -186,6 +240,7 @@ def _run(
         *(own.offset(name) for name in parts),
         *(key_size, size, heads, heads // key_heads, tokens, out is not None and out.dtype != v.dtype),
         x.scale,
+        address(prepared),
     )
 
 
@@ -232,7 +287,7 @@ def gradients_spec(
     smem = schedule.memory(dtype, key_size, size, tensor_core, by_channel)[which == "rows"]
     name = f"delta_{which}_backward"
     return compiler.KernelSpec(
-        *(f"{name}.cu", name, "17P7q6if", constants),
+        *(f"{name}.cu", name, "17P7q6ifP", constants),
         block=32 * _WARPS,
         smem=-(-smem // 16) * 16,
         oldest=SM_80,
@@ -244,8 +299,9 @@ _gradients_kernel = runtime.loader(gradients_spec)
 
 def _record_bytes(dtype: torch.dtype, key_size: int, size: int, by_channel: bool, weighted: bool) -> int:
     """Of ``struct Record``."""
-    decays = key_size if by_channel else 1 + weighted
-    floats, stored = CHUNK * (decays + 2 * size) + 2 * key_size * size, CHUNK * (key_size + 2 * size)
+    decays = 0 if by_channel else 1 + weighted
+    floats = CHUNK * (decays + 2 * size) + 2 * key_size * size
+    stored = CHUNK * (key_size + 2 * size)
     return -(-(4 * floats + dtype.itemsize * stored) // 16) * 16
 
 
@@ -285,13 +341,14 @@ def backward(
             )
             for which in ("matrices", "rows")
         )
-        places = tokens // CHUNK + 2 * sequences
+        places = _places(x)
         records = torch.empty(
             places * heads * _record_bytes(dtype, key_size, size, x.by_channel, x.weights is not None),
             dtype=torch.uint8,
             device=q.device,
         )
-        _run(x, None if state is None else state.clone(), None, None, records, None)
+        prepared = _prepared(x, state, records, tensor_core=tensor_core) if x.by_channel else None
+        _run(x, None if state is None else state.clone(), None, None, records, None, prepared)
         own = layout("delta", heads, key_size, size, dtype, x.by_channel, x.weights is not None)
         closed = None if grad_closed is None else grad_closed.to(torch.float32).contiguous()
         sums = (new(q.shape), new(q.shape)) if group > 1 else (None, None)
@@ -303,6 +360,7 @@ def backward(
             own.words if state is None else state.stride(0),
             *(key_size, size, heads, group, tokens, sequences),
             x.scale,
+            address(prepared),
         )
         matrices.launch((-(-size // schedule.tile), heads, sequences), *given)
         rows.launch((places, key_heads, 1), *given)

@@ -25,6 +25,7 @@ __all__ = [
     "choose_of_gradients",
     "choose_step",
     "padded_size",
+    "prepared_memory",
 ]
 
 FEW = 16
@@ -58,12 +59,22 @@ class Schedule:
         """Bytes of shared memory of a block: ``struct Memory``."""
         size, pad = dtype.itemsize, 16 // dtype.itemsize
         keys, values, columns = key_size + pad, self.tile + pad, CHUNK + pad
-        stored = self.stages * ((CHUNK + self.rows) * keys + self.rows * values)
-        stored += 2 * self.tile * columns + self.rows * columns
-        floats = self.tile * (key_size + 8) + self.rows * (CHUNK + 8 + self.tile + 8)
-        floats += self.rows * (self.tile + 8) if by_channel or not tensor_core else 0
-        decays, gammas = (key_size + 1, key_size) if by_channel else (1 + weighted, 1)
-        return stored * size + 4 * (floats + CHUNK * decays + self.stages * self.rows * (gammas + 1) + 1)
+        stored = self.stages * ((CHUNK + self.rows) * keys + self.rows * values) + self.tile * columns
+        scores, weights = self.rows * columns, self.rows * (CHUNK + 8)
+        floats = self.tile * (key_size + 8) + self.rows * (self.tile + 8) + self.stages * self.rows + 1
+        floats += self.rows * (self.tile + 8) if not tensor_core else 0
+        if by_channel:
+            stored += self.stages * (self.rows * keys + scores)
+            floats += self.stages * (weights + key_size)
+        else:
+            stored += self.tile * columns + scores
+            floats += weights + CHUNK * (1 + weighted) + self.stages * self.rows
+        return stored * size + 4 * floats
+
+
+def prepared_memory(dtype: torch.dtype, key_size: int) -> int:
+    """Bytes of shared memory of a block of the kernel before that, with a decay for each channel."""
+    return CHUNK * (2 * dtype.itemsize * (key_size + 16 // dtype.itemsize) + 4 * (key_size + 4))
 
 
 def catalogue() -> Iterator[Schedule]:
@@ -94,8 +105,9 @@ def choose(
         tiles = (64, 32, 16) if wide and size > 32 else (32, 16)
         wanted = [Schedule(tile, CHUNK, 8, stages) for tile in tiles for stages in (2, 1)]
         wanted.append(Schedule(16, 16, 4, 1))
+    least = prepared_memory(dtype, key_size) if by_channel else 0
     for schedule in wanted:
-        if schedule.memory(dtype, key_size, tensor_core, by_channel, weighted) <= info.max_smem:
+        if max(schedule.memory(dtype, key_size, tensor_core, by_channel, weighted), least) <= info.max_smem:
             return schedule
     raise UnavailableError(
         f"samebits' CUDA kernel for delta rules does not take keys of {key_size} in {dtype} on this GPU — use"
@@ -113,11 +125,12 @@ class Step:
 
     tile: int
 
-    def memory(self, dtype: torch.dtype, key_size: int) -> int:
+    def memory(self, dtype: torch.dtype, key_size: int, by_channel: bool = False) -> int:
         """Bytes of shared memory of a block: ``struct Memory``."""
         keys, columns = (n + 16 // dtype.itemsize for n in (key_size, self.tile))
-        stored = CHUNK * (keys + columns) + 2 * keys + CHUNK + self.tile
-        return stored * dtype.itemsize + 4 * (2 * CHUNK + self.tile)
+        own, decays = (6, key_size + 4) if by_channel else (2, 1)
+        stored = CHUNK * (keys + columns) + own * keys + CHUNK + self.tile
+        return stored * dtype.itemsize + 4 * (CHUNK * (1 + decays) + self.tile)
 
 
 STEP_KEYS = 256
@@ -129,13 +142,19 @@ def catalogue_of_steps() -> Iterator[Step]:
     yield from map(Step, (32, 64, 128))
 
 
-def choose_step(size: int, blocks: int, device: int) -> Step:
-    """The schedule for sequences times heads `blocks`: wide tiles, if all multiprocessors have one."""
-    sm_count = devices.device_info(device).sm_count
-    for tile in (128, 64):
-        if size > tile // 2 and blocks * -(-size // tile) >= sm_count:
+def choose_step(
+    dtype: torch.dtype, key_size: int, size: int, blocks: int, by_channel: bool, device: int
+) -> Step | None:
+    """The schedule for sequences times heads `blocks`: wide tiles, if all multiprocessors have one.
+
+    None: this GPU has too little shared memory for all.
+    """
+    info = devices.device_info(device)
+    for tile in (128, 64, 32):
+        fills = size > tile // 2 and blocks * -(-size // tile) >= info.sm_count
+        if (fills or tile == 32) and Step(tile).memory(dtype, key_size, by_channel) <= info.max_smem:
             return Step(tile)
-    return Step(32)
+    return None
 
 
 def padded_size(size: int) -> int:
@@ -162,7 +181,7 @@ class DeltaGradients:
         """Bytes of shared memory of the two kernels: ``struct Memory`` of each."""
         bytes_, pad = dtype.itemsize, 16 // dtype.itemsize
         keys, values, columns = key_size + pad, padded_size(size) + pad, CHUNK + pad
-        decays = CHUNK * (key_size + 1 if by_channel else 1)
+        decays = CHUNK * (key_size + 4 if by_channel else 1)
         stored = self.stages * 2 * CHUNK * keys + 3 * self.tile * columns + CHUNK * columns
         floats = CHUNK * (CHUNK + 8) + self.tile * (key_size + 8) + CHUNK * (self.tile + 8)
         matrices = stored * bytes_ + 4 * (floats + decays + CHUNK)

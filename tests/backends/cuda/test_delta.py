@@ -45,7 +45,8 @@ FORMS = [
 
 
 BY_CHANNEL = (
-    schedules.Schedule(32, 64, 8, 1),
+    schedules.Schedule(32, 64, 8, 2),
+    schedules.Schedule(64, 64, 8, 1),
     schedules.Schedule(32, 16, 4, 1),
 )  # the choices for heads of 128
 
@@ -63,10 +64,20 @@ def test_compiles_without_spills(schedule: schedules.Schedule, by_channel: bool)
     assert found.local_bytes == 0
 
 
+def test_what_comes_before_compiles_without_spills() -> None:
+    spec = kernels.prepare_spec(torch.bfloat16, 128, tensor_core=True, hardware_exp2=True)
+    found = resources(spec, "sm_90a")
+    assert found.spill_bytes == 0
+    assert found.local_bytes == 0
+    assert 3 * (spec.smem + 1024) <= 228 << 10  # three blocks share a multiprocessor
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("key_size", [128, 256])
 @pytest.mark.parametrize("schedule", [*schedules.catalogue_of_steps()], ids=str)
-def test_steps_compile_without_spills(schedule: schedules.Step, key_size: int) -> None:
-    spec = kernels.step_spec(schedule, torch.bfloat16, key_size, 128, hardware_exp2=True, delta=True)
+def test_steps_compile_without_spills(schedule: schedules.Step, key_size: int, by_channel: bool) -> None:
+    options = {"hardware_exp2": True, "delta": True, "by_channel": by_channel}
+    spec = kernels.step_spec(schedule, torch.bfloat16, key_size, 128, **options)
     found = resources(spec, "sm_90a")
     assert found.spill_bytes == 0
     assert found.local_bytes == 0
@@ -147,6 +158,9 @@ STEP_FORMS = [
     (torch.bfloat16, False, False, 1, 3, 16, 8),
     (torch.bfloat16, "weighted", True, 1, 2, 128, 64),
     (torch.float16, "weighted", True, 1, 3, 64, 136),
+    (torch.bfloat16, True, "channels", 2, 4, 128, 128),
+    (torch.float16, True, "channels", 1, 2, 48, 40),
+    (torch.bfloat16, True, "channels", 1, 1, 144, 64),
 ]
 POSITIONS = (0, 1, 5, 15, 16, 17, 31, 37, 48, 57, 63, 64)
 """Rows of the open chunk before a step."""
@@ -173,18 +187,19 @@ def step(
     rows[-1] = torch.nan
     parts = rows.to(dtype).to(device)[:, 2:].split(widths, 1)
     q, k, v = (t.unflatten(1, (h, -1)) for t, h in zip(parts, (key_heads, key_heads, heads), strict=True))
-    g = (-normal(n, heads).abs() * 0.2).to(device) if decays else None
+    channels = (key_size,) if decays == "channels" else ()
+    g = (-normal(n, heads, *channels).abs() * 0.2).to(device) if decays else None
     beta = normal(n, heads).sigmoid().to(device)
     weights, skip = (beta, normal(heads, size).to(device)) if rule == "weighted" else (None, None)  # type: ignore[arg-type]
     beta = beta if rule is True else None
-    own = delta.layout("delta", heads, key_size, size, dtype, weighted=rule == "weighted")  # type: ignore[arg-type]
+    own = delta.layout("delta", heads, key_size, size, dtype, bool(channels), rule == "weighted")  # type: ignore[arg-type]
     state = RecurrentState(own, sequences=n)
     state.count.copy_(torch.tensor(positions))
     state.parts["matrix"].copy_(normal(*state.parts["matrix"].shape) * 0.3)
     state.parts["keys"].copy_(normal(*state.parts["keys"].shape) / key_size**0.5)  # type: ignore[operator]
     state.parts["updates"].copy_(normal(*state.parts["updates"].shape))
     if decays:
-        state.parts["decays"].copy_((-normal(n, heads, 64).abs() * 0.2).cumsum(-1))
+        state.parts["decays"].copy_((-normal(n, heads, 64, *channels).abs() * 0.2).cumsum(2))
     if weights is not None:
         state.parts["weights"].copy_(normal(n, heads, 64).sigmoid())
     for i, count in enumerate(positions):
@@ -389,20 +404,22 @@ def test_the_public_functions_gradients(operation: str, dtype: torch.dtype) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_public_function_decodes_with_the_bits_of_a_prefill(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
+def test_the_public_function_decodes_with_the_bits_of_a_prefill(operation: str, dtype: torch.dtype) -> None:
     r = torch.Generator().manual_seed(0)
     B, T, H, D = 3, 150, 4, 128
     q, k, v = (torch.randn(B, T, H, D, generator=r).to(dtype) for _ in range(3))
-    g, beta = -torch.rand(B, T, H, generator=r), torch.rand(B, T, H, generator=r)
-    given = [q, k, v, g, beta]
+    g = -torch.rand(B, T, H, *((D,) if operation == "kda" else ()), generator=r)
+    given = [q, k, v, g, torch.rand(B, T, H, generator=r)]
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    want, _ = samebits.gated_delta_rule(*given, **options)
+    rule = getattr(samebits, operation)
+    want, _ = rule(*given, **options)
     x = [t.cuda() for t in given]
-    whole, _ = samebits.gated_delta_rule(*x, **options)
+    whole, _ = rule(*x, **options)
     assert_same_bits(whole.cpu(), want)
-    found, state = samebits.gated_delta_rule(*(t[:, :100] for t in x), **options)
+    found, state = rule(*(t[:, :100] for t in x), **options)
     steps = [found]
     for t in range(100, T):
-        o, state = samebits.gated_delta_rule(*(y[:, t : t + 1] for y in x), initial_state=state, **options)
+        o, state = rule(*(y[:, t : t + 1] for y in x), initial_state=state, **options)
         steps.append(o)
     assert_same_bits(torch.cat(steps, 1), whole)

@@ -43,9 +43,7 @@ FORMS = [
 GRADIENTS = [schedules.DeltaGradients(16, True, 2), schedules.DeltaGradients(32, False, 1)]
 OF_GRADIENTS = [
     *zip(FORMS, GRADIENTS * 4, strict=True),
-    (FORMS[1], GRADIENTS[0]),
-    (FORMS[5], GRADIENTS[0]),
-    (FORMS[7], GRADIENTS[0]),
+    *((FORMS[i], GRADIENTS[0]) for i in (1, 3, 5, 7)),
     ((torch.bfloat16, True, True, True, 1, 2, 80, 40), GRADIENTS[0]),  # some warps have no channels
 ]
 SCHEDULES = [schedules.Schedule(16, 16, 4, 1), schedules.Schedule(32, 64, 8, 2)]
@@ -58,7 +56,18 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "check_contract", lambda contract, device: None)
 
 
-@pytest.mark.parametrize(("form", "schedule"), [*zip(FORMS, SCHEDULES * 4, strict=True)], ids=str)
+ODD = torch.float16, True, True, "channels", 1, 2, 21, 17
+
+
+@pytest.mark.parametrize(
+    ("form", "schedule"),
+    [
+        *zip(FORMS, SCHEDULES * 4, strict=True),
+        (FORMS[3], SCHEDULES[0]),
+        *((ODD, schedule) for schedule in SCHEDULES),
+    ],
+    ids=str,
+)
 def test_forward(form: tuple[object, ...], schedule: schedules.Schedule) -> None:
     x = operands(form)
 
@@ -77,7 +86,7 @@ def test_forward(form: tuple[object, ...], schedule: schedules.Schedule) -> None
 
 
 @pytest.mark.parametrize(
-    ("form", "tile"), [*zip(STEP_FORMS, (128, 64, 32, 32, 64, 128, 64), strict=True)], ids=str
+    ("form", "tile"), [*zip(STEP_FORMS, (128, 64, 32, 32, 64) * 2, strict=True)], ids=str
 )
 def test_steps(form: tuple[object, ...], tile: int) -> None:
     """One token after so many rows of a chunk, up to a full one, then another."""
@@ -88,6 +97,21 @@ def test_steps(form: tuple[object, ...], tile: int) -> None:
         for _ in range(2):
             out = empty_results(x)
             run(x, own.data, out, None, *([schedules.Step(tile)] if run is kernels.forward else []))
+        results.append((out, own))
+    assert_same_step(results[1], results[0])
+
+
+@pytest.mark.parametrize("form", [STEP_FORMS[4], STEP_FORMS[8]], ids=str)
+def test_steps_where_all_decays(form: tuple[object, ...]) -> None:
+    """The decay of a row from one that is behind it is infinite: nothing may be multiplied by it."""
+    x, state = step((*form[:2], form[2] or True, *form[3:]))
+    x = dataclasses.replace(x, g=x.g * 300)  # type: ignore[operator]
+    state.parts["decays"].mul_(300)
+    results = []
+    for run in (reference.forward, kernels.forward):
+        own = RecurrentState(state.layout, state.data.clone())
+        out = torch.full_like(x.v, torch.nan).contiguous()
+        run(x, own.data, out, None, *([schedules.Step(32)] if run is kernels.forward else []))
         results.append((out, own))
     assert_same_step(results[1], results[0])
 
@@ -122,7 +146,6 @@ def test_which_calls_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source(dataclasses.replace(x, spans=torch.empty(1, 0).int()), state.data) == "delta"
     odd = torch.empty(x.q.numel() + 1, dtype=x.q.dtype)[1:].view(x.q.shape)
     assert source(dataclasses.replace(x, q=odd), state.data) == "delta"
-    assert source(dataclasses.replace(x, g=torch.zeros(2, 4, 128)), state.data) == "delta"
     assert source(dataclasses.replace(x, contract=FMA.key), state.data) == "delta"
     for key_size, size in ((24, 128), (272, 128), (128, 20)):
         x, state = step((*STEP_FORMS[0][:5], key_size, size), (3, 64))
@@ -151,16 +174,20 @@ def test_sequences_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
             assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("decays", [True, "channels"])
-def test_forward_where_all_decays(decays: object) -> None:
+def test_forward_where_all_decays(decays: object, rows: int) -> None:
     """Rows that are not there come behind decays to nothing."""
     x = operands((torch.bfloat16, True, True, decays, 1, 1, 16, 16))
     assert x.g is not None
     x = dataclasses.replace(x, g=x.g * 1000)
-    got, want = (torch.full(x.v.shape, torch.nan, dtype=x.v.dtype) for _ in range(2))
-    reference.forward(x, None, want, None)
-    kernels.forward(x, None, got, None, schedules.Schedule(16, 64, 8, 1))
+
+    def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) -> None:
+        kernels.forward(x, state, out, closed, schedules.Schedule(16, rows, 8 if rows == 64 else 4, 1))
+
+    (want, last, _), (got, last_found, _) = (pieces(run, x) for run in (reference.forward, forward))
     assert_same_bits(got, want)
+    assert_same_bits(last_found, last)
 
 
 @pytest.mark.parametrize(("form", "schedule"), OF_GRADIENTS, ids=str)

@@ -13,6 +13,9 @@
 // The order of every sum is the contract's, so ROWS, TILE and WARPS change no bit. The next window's operands are
 // copied while one is computed, if STAGES is 2.
 //
+// With a decay for each channel, scores and the operands of step 1 are there: they are copied. Keys as such are not
+// needed, but times the decays left to the chunk's end.
+//
 // Blocks of one head share its rows in a state. They are written by the block that comes last to having read them.
 //
 // Macros
@@ -26,7 +29,7 @@
 //   HARDWARE_EXP2  1: the instruction; 0: the polynomial
 //   DELTA          1: with the delta rule; 0: updates are values
 //   VECTOR         1: rows of q, k and v can be copied by 16 bytes
-//   BY_CHANNEL     1: a decay for each channel of a key, with the delta rule
+//   BY_CHANNEL     1: a decay for each channel of a key, with the delta rule, after delta_prepare.cu
 //   WEIGHTED       1: rows have weights, without the delta rule and with one decay for each head
 //   KEEP           1: chunks are kept for gradients, in place of results
 
@@ -38,12 +41,22 @@ constexpr int MATRIX = KEY_SIZE + 8, WEIGHTS = CHUNK + 8, RESIDUALS = TILE + 8; 
 
 struct Memory {
     Stored keys[STAGES][CHUNK * KEYS], queries[STAGES][ROWS * KEYS], values[STAGES][ROWS * VALUES];
-    Stored updates[TILE * COLUMNS], scaled[TILE * COLUMNS], scores[ROWS * COLUMNS];
-    float matrix[TILE * MATRIX], weights[ROWS * WEIGHTS], residuals[ROWS * RESIDUALS];
-#if BY_CHANNEL || !TENSOR_CORE
+#if BY_CHANNEL
+    Stored readers[STAGES][ROWS * KEYS];  // keys that read the matrix; `keys` close a chunk
+    Stored updates[TILE * COLUMNS], scores[STAGES][ROWS * COLUMNS];
+    float matrix[TILE * MATRIX], weights[STAGES][ROWS * WEIGHTS], residuals[ROWS * RESIDUALS];
+    float kept[STAGES][KEY_SIZE];
+#else
+    Stored updates[TILE * COLUMNS], scaled[TILE * COLUMNS], scores[1][ROWS * COLUMNS];
+    float matrix[TILE * MATRIX], weights[1][ROWS * WEIGHTS], residuals[ROWS * RESIDUALS];
+#endif
+#if !TENSOR_CORE
     float results[ROWS * RESIDUALS];
 #endif
-    float decays[CHUNK * DECAYS], gammas[STAGES][ROWS * (BY_CHANNEL ? KEY_SIZE : 1)], betas[STAGES][ROWS];
+#if !BY_CHANNEL
+    float decays[CHUNK], gammas[STAGES][ROWS];
+#endif
+    float betas[STAGES][ROWS];
     int is_last;
 #if WEIGHTED
     float row_weights[CHUNK];  // which come in place of betas
@@ -69,28 +82,51 @@ __device__ __forceinline__ void copy_rows(Stored* to, const Stored* from, i64 st
 #endif
 }
 
+#if BY_CHANNEL
+// Copies `count` rows of WIDTH elements behind each other.
+template <int LINE, int WIDTH, class T>
+__device__ __forceinline__ void copy_prepared(T* to, const T* from, int count) {
+    constexpr int PER = 16 / sizeof(T), CHUNKS = WIDTH / PER;
+    for (int i = threadIdx.x; i < count * CHUNKS; i += THREADS)
+        cp_async_16(shared_address(to + i / CHUNKS * LINE + i % CHUNKS * PER), from + i * PER);
+}
+#endif
+
 struct Block {
     const Params& p;
     Memory& m;
     const int head, first_column, columns;
     const Stored *q, *k, *v;
     const float *g, *beta;
+    [[maybe_unused]] const Prepared* prepared;
 
-    // Starts copying a window: `given` tokens from `token` on, into rows from `row` of the chunk on.
-    __device__ __forceinline__ void load(int stage, int token, int row, int given) const {
+    // Starts copying a window of the chunk at `place`: `given` tokens from `token` on, into its rows from `row` on.
+    __device__ __forceinline__ void load(int stage, int token, int row, int given, int place) const {
         const int local = row % ROWS, count = ROWS - local;
         const i64 at = token;
+#if BY_CHANNEL
+        const Prepared& from = prepared[i64(place) * p.heads];
+        if (row == 0) load_written(stage, place);
+        copy_prepared<KEYS, KEY_SIZE>(m.readers[stage], from.keys[row - local], ROWS);
+        copy_prepared<WEIGHTS, CHUNK>(m.weights[stage], from.weights[row - local], ROWS);
+        if constexpr (!KEEP) {
+            copy_prepared<KEYS, KEY_SIZE>(m.queries[stage], from.queries[row - local], ROWS);
+            copy_prepared<COLUMNS, CHUNK>(m.scores[stage], from.scores[row - local], ROWS);
+        }
+#else
         copy_rows<KEYS, KEY_SIZE>(m.keys[stage] + row * KEYS, k + at * p.k_token, p.k_token, count, given,
                                   p.key_size);
         copy_rows<KEYS, KEY_SIZE>(m.queries[stage] + local * KEYS, q + at * p.q_token, p.q_token, count,
                                   given, p.key_size);
+#endif
         copy_rows<VALUES, TILE>(m.values[stage] + local * VALUES, v + at * p.v_token, p.v_token, count, given,
                                 columns);
         for (int i = threadIdx.x; i < count; i += THREADS) {
             const bool exists = i < given;
-            if constexpr (!BY_CHANNEL)
-                m.gammas[stage][local + i] =
-                    exists && g ? __fmul_rn(g[(at + i) * p.g_token], contract::LOG2E) : 0.0f;
+#if !BY_CHANNEL
+            m.gammas[stage][local + i] =
+                exists && g ? __fmul_rn(g[(at + i) * p.g_token], contract::LOG2E) : 0.0f;
+#endif
 #if WEIGHTED
             m.betas[stage][local + i] =
                 exists ? p.weights[(at + i) * p.weight_token + head * p.weight_head] : 0.0f;
@@ -98,27 +134,22 @@ struct Block {
             m.betas[stage][local + i] = exists && beta ? beta[(at + i) * p.beta_token] : 0.0f;
 #endif
         }
-        for (int x = threadIdx.x; BY_CHANNEL && x < count * KEY_SIZE; x += THREADS) {
-            const int i = x / KEY_SIZE, d = x % KEY_SIZE;
-            m.gammas[stage][local * KEY_SIZE + x] =
-                i < given && d < p.key_size ? __fmul_rn(g[(at + i) * p.g_token + d], contract::LOG2E) : 0.0f;
-        }
         cp_async_commit();
     }
 
+#if BY_CHANNEL
+    // What closes the chunk at `place`.
+    __device__ __forceinline__ void load_written(int stage, int place) const {
+        const Prepared& from = prepared[i64(place) * p.heads];
+        copy_prepared<KEYS, KEY_SIZE>(m.keys[stage], from.written[0], CHUNK);
+        copy_prepared<KEY_SIZE, KEY_SIZE>(m.kept[stage], from.kept, 1);
+    }
+
+    __device__ __forceinline__ float since(int) const { return 1.0f; }  // operands have it
+#else
     // Sums of the decays of rows `first` to `count` - 1 of a window, in order, by one warp.
     __device__ __forceinline__ void sum_decays(int stage, int first, int count) const {
         const int lane = threadIdx.x, base = first / ROWS * ROWS;
-#if BY_CHANNEL
-        for (int d = threadIdx.x; d < KEY_SIZE; d += THREADS) {
-            float sum = first ? m.decays[(first - 1) * DECAYS + d] : 0.0f;
-            for (int i = first; i < base + ROWS; ++i) {
-                if (i < count) sum = __fadd_rn(sum, m.gammas[stage][(i - base) * KEY_SIZE + d]);
-                m.decays[i * DECAYS + d] = sum;
-            }
-        }
-        return;
-#endif
         if (threadIdx.x >= 32) return;
         float mine[(ROWS + 31) / 32], sum = first ? m.decays[first - 1] : 0.0f;
 #pragma unroll
@@ -155,9 +186,13 @@ struct Block {
 #if WEIGHTED
         of_query = __fmul_rn(of_query, weight), weight = m.row_weights[j];
 #endif
-        m.scores[local * COLUMNS + j] = E::narrow(j <= i ? __fmul_rn(of_query, weight) : 0.0f);
-        m.weights[local * WEIGHTS + j] = j < i ? __fmul_rn(of_key, weight) : 0.0f;
+        m.scores[0][local * COLUMNS + j] = E::narrow(j <= i ? __fmul_rn(of_query, weight) : 0.0f);
+        m.weights[0][local * WEIGHTS + j] = j < i ? __fmul_rn(of_key, weight) : 0.0f;
     }
+
+    // From the chunk's start to row i.
+    __device__ __forceinline__ float since(int i) const { return exp2_of(m.decays[i]); }
+#endif
 
     // Of row i of the chunk.
     __device__ __forceinline__ void store_result(i64 token, int i, int e, float acc) const {
@@ -174,48 +209,18 @@ struct Block {
         p.out[at] = E::narrow(contract::canonical(y));
     }
 
-#if BY_CHANNEL
-    // Scores of a window's rows, and what these read of the matrix.
-    __device__ __forceinline__ void read_by_channel(int stage, int first, int count) const {
-        const int base = first / ROWS * ROWS;
-        const Stored *keys = m.keys[stage], *queries = m.queries[stage] - base * KEYS;
-        for (int x = threadIdx.x; x < ROWS * CHUNK; x += THREADS) {
-            m.scores[x / CHUNK * COLUMNS + x % CHUNK] = E::narrow(0.0f);
-            m.weights[x / CHUNK * WEIGHTS + x % CHUNK] = 0.0f;
-        }
-        __syncthreads();
-        scores_by_channel<ROWS>(queries, keys, m.decays, base, first / 16 * 16, count, p.key_size,
-                                [&](int i, int j, const float* of_query, const float* of_key) {
-                                    const int local = i - base;
-                                    if (of_query) m.scores[local * COLUMNS + j] = E::narrow(*of_query);
-                                    if (of_key && j < i) m.weights[local * WEIGHTS + j] = *of_key;
-                                });
-        const Floats matrix{m.matrix, MATRIX};
-        for_tiles<ROWS, TILE>([&](TileOf<TILE>& t) {
-            const int local = t.row;
-            t.row += base;
-            t.each([](int, int, float& c) { c = 0.0f; });
-            t.add(0, p.key_size, Decayed{queries, m.decays, nullptr, count, false, 1.0f}, matrix);
-            t.each([&](int i, int e, float& c) { m.results[(i - base) * RESIDUALS + e] = c; });
-            t.each([](int, int, float& c) { c = 0.0f; });
-            t.add(0, p.key_size, Decayed{keys, m.decays, nullptr, count, false, 1.0f}, matrix);
-            t.each([&](int i, int e, float& c) {
-                const float value = E::widen(m.values[stage][(i - base) * VALUES + e]);
-                m.residuals[(i - base) * RESIDUALS + e] = __fsub_rn(value, c);
-            });
-            t.row = local;
-        });
-    }
-#endif
-
     // Rows `first` to `count` - 1 of the chunk, of one window; the first is token `token`.
     __device__ __forceinline__ void window(int stage, int token, int first, int count) const {
         const int base = first / ROWS * ROWS;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const Stored* scores = m.scores[BY_CHANNEL ? stage : 0];
+        const float* weights = m.weights[BY_CHANNEL ? stage : 0];
 #if BY_CHANNEL
-        read_by_channel(stage, first, count);
-        [[maybe_unused]] const int in_row = lane / 4, in_pair = lane % 4 * 2;
-#elif TENSOR_CORE
+        const Stored* readers = m.readers[stage] - base * KEYS;
+#else
+        const Stored* readers = m.keys[stage];
+#endif
+#if TENSOR_CORE
         constexpr int TILES = ROWS / 16, PARTS = WARPS / TILES;  // tiles of rows; parts of the columns
         constexpr int KEY_TILES = (CHUNK / 8 + PARTS - 1) / PARTS,
                       VALUE_TILES = (TILE / 8 + PARTS - 1) / PARTS;
@@ -226,7 +231,7 @@ struct Block {
         if (active) {
             float of_keys[KEY_TILES][4] = {}, of_queries[KEY_TILES][4] = {}, read[VALUE_TILES][4] = {};
             const int lane_at = lane % 16 * KEYS + lane / 16 * 8;
-            const u32 key_rows = shared_address(m.keys[stage] + row0 * KEYS + lane_at);
+            const u32 key_rows = shared_address(readers + row0 * KEYS + lane_at);
             const u32 query_rows = shared_address(m.queries[stage] + tile * 16 * KEYS + lane_at);
 #pragma unroll 2
             for (int d = 0; d < KEY_SIZE; d += 16) {
@@ -234,7 +239,7 @@ struct Block {
                 ldmatrix_x4<false>(a_query, query_rows + d * 2);
                 if constexpr (DELTA) ldmatrix_x4<false>(a_key, key_rows + d * 2);
 #pragma unroll
-                for (int x = 0; x < KEY_TILES; ++x) {
+                for (int x = 0; !BY_CHANNEL && x < KEY_TILES; ++x) {
                     const int j = (x * PARTS + part) * 8;
                     if (j >= row0 + 16 || j >= CHUNK) continue;
                     const u32* from =
@@ -255,6 +260,7 @@ struct Block {
                     if constexpr (DELTA) mma_m16n8k16<TYPE == BF16>(read[y], a_key, b);
                 }
             }
+#if !BY_CHANNEL
 #pragma unroll
             for (int x = 0; x < KEY_TILES; ++x) {
                 const int j = (x * PARTS + part) * 8 + in_pair;
@@ -264,6 +270,7 @@ struct Block {
                     store_scores(base, tile * 16 + in_row + c / 2 * 8, j + c % 2, of_keys[x][c],
                                  of_queries[x][c]);
             }
+#endif
 #pragma unroll
             for (int y = 0; y < VALUE_TILES; ++y) {
                 const int e = (y * PARTS + part) * 8 + in_pair;
@@ -271,17 +278,17 @@ struct Block {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const int local = tile * 16 + in_row + c / 2 * 8;
-                    const float since = exp2_of(m.decays[base + local]);
+                    const float decay = since(base + local);
                     const float value = E::widen(m.values[stage][local * VALUES + e + c % 2]);
                     if constexpr (DELTA)
                         m.residuals[local * RESIDUALS + e + c % 2] =
-                            __fsub_rn(value, __fmul_rn(read[y][c], since));
-                    results[y][c] = __fmul_rn(results[y][c], since);
+                            __fsub_rn(value, __fmul_rn(read[y][c], decay));
+                    results[y][c] = __fmul_rn(results[y][c], decay);
                 }
             }
         }
 #else
-        for (int x = threadIdx.x; x < ROWS * CHUNK; x += THREADS) {
+        for (int x = threadIdx.x; !BY_CHANNEL && x < ROWS * CHUNK; x += THREADS) {
             const int local = x / CHUNK, j = x % CHUNK, i = base + local;
             float of_key = 0.0f, of_query = 0.0f;
             if (j <= i && i >= first && i < count)
@@ -290,7 +297,9 @@ struct Block {
                     of_query = __fmaf_rn(E::widen(m.queries[stage][local * KEYS + d]), key, of_query);
                     of_key = __fmaf_rn(E::widen(m.keys[stage][i * KEYS + d]), key, of_key);
                 }
+#if !BY_CHANNEL
             store_scores(base, local, j, of_key, of_query);
+#endif
         }
         for (int x = threadIdx.x; x < ROWS * TILE; x += THREADS) {
             const int local = x / TILE, e = x % TILE, i = base + local;
@@ -299,11 +308,11 @@ struct Block {
             for (int d = 0; d < p.key_size; ++d) {
                 const float s = E::widen(E::narrow(m.matrix[e * MATRIX + d]));
                 result = __fmaf_rn(E::widen(m.queries[stage][local * KEYS + d]), s, result);
-                read = __fmaf_rn(E::widen(m.keys[stage][i * KEYS + d]), s, read);
+                read = __fmaf_rn(E::widen(readers[i * KEYS + d]), s, read);
             }
-            const float since = exp2_of(m.decays[i]), value = E::widen(m.values[stage][local * VALUES + e]);
-            m.residuals[local * RESIDUALS + e] = __fsub_rn(value, __fmul_rn(read, since));
-            m.results[local * RESIDUALS + e] = __fmul_rn(result, since);
+            const float decay = since(i), value = E::widen(m.values[stage][local * VALUES + e]);
+            m.residuals[local * RESIDUALS + e] = __fsub_rn(value, __fmul_rn(read, decay));
+            m.results[local * RESIDUALS + e] = __fmul_rn(result, decay);
         }
 #endif
         __syncthreads();
@@ -320,7 +329,7 @@ struct Block {
                         acc[2] = at[8 * RESIDUALS], acc[3] = at[8 * RESIDUALS + 1];
                         for (int j = 0; j < row; j += 16) {
                             u32 a[4], b[2];
-                            const float* from = m.weights + (local + in_row) * WEIGHTS + j + in_pair;
+                            const float* from = weights + (local + in_row) * WEIGHTS + j + in_pair;
 #pragma unroll
                             for (int x = 0; x < 4; ++x) {
                                 const float2 pair =
@@ -340,7 +349,7 @@ struct Block {
                         const int i = local + x / TILE, e = x % TILE;
                         float acc = m.residuals[i * RESIDUALS + e];
                         for (int j = 0; j < row; ++j)
-                            acc = __fmaf_rn(E::widen(E::narrow(-m.weights[i * WEIGHTS + j])),
+                            acc = __fmaf_rn(E::widen(E::narrow(-weights[i * WEIGHTS + j])),
                                             E::widen(m.updates[e * COLUMNS + j]), acc);
                         m.residuals[i * RESIDUALS + e] = acc;
                     }
@@ -359,7 +368,7 @@ struct Block {
                         if constexpr (KEEP) m.residuals[(local + j) * RESIDUALS + e] = z[j];
 #pragma unroll
                         for (int i = j + 1; i < 16; ++i)
-                            z[i] = __fmaf_rn(-m.weights[(local + i) * WEIGHTS + row + j], u, z[i]);
+                            z[i] = __fmaf_rn(-weights[(local + i) * WEIGHTS + row + j], u, z[i]);
                     }
                 }
                 __syncthreads();
@@ -374,22 +383,9 @@ struct Block {
         }
         if constexpr (KEEP) return;
 
-#if BY_CHANNEL
-        for_tiles<ROWS, TILE>([&](TileOf<TILE>& t) {
-            const int row0 = base + t.row / 16 * 16;
-            if (row0 + 16 <= first || row0 >= count) return;
-            t.each([&](int local, int e, float& c) { c = m.results[local * RESIDUALS + e]; });
-            t.add(0, TENSOR_CORE ? row0 + 16 : base + t.row + 1, Rows{m.scores, COLUMNS},
-                  Rows{m.updates, COLUMNS});
-            t.each([&](int local, int e, float& c) {
-                const int i = base + local;
-                if (i >= first && i < count) store_result(token + i - first, i, e, c);
-            });
-        });
-#elif TENSOR_CORE
+#if TENSOR_CORE
         if (active) {
-            const u32 score_rows =
-                shared_address(m.scores + (tile * 16 + lane % 16) * COLUMNS + lane / 16 * 8);
+            const u32 score_rows = shared_address(scores + (tile * 16 + lane % 16) * COLUMNS + lane / 16 * 8);
             for (int j = 0; j < row0 + 16; j += 16) {
                 u32 a[4], b[2];
                 ldmatrix_x4<false>(a, score_rows + j * 2);
@@ -419,7 +415,7 @@ struct Block {
             if (i < first || i >= count) continue;
             float acc = m.results[local * RESIDUALS + e];
             for (int j = 0; j <= i; ++j)
-                acc = __fmaf_rn(E::widen(m.scores[local * COLUMNS + j]), E::widen(m.updates[e * COLUMNS + j]),
+                acc = __fmaf_rn(E::widen(scores[local * COLUMNS + j]), E::widen(m.updates[e * COLUMNS + j]),
                                 acc);
             store_result(token + i - first, i, e, acc);
         }
@@ -441,14 +437,14 @@ struct Block {
 #endif
         }
         if (begins) write_matrix(record.matrix, false);
+#if !BY_CHANNEL
         if (first_column) return;
         for (int x = threadIdx.x; x < (count - from) * p.key_size; x += THREADS) {
             const int i = from + x / p.key_size, d = x % p.key_size;
             record.keys[i * p.key_size + d] = m.keys[stage][i * KEYS + d];
         }
-        const int channels = BY_CHANNEL ? p.key_size : 1;
-        for (int x = from * channels + threadIdx.x; x < count * channels; x += THREADS)
-            record.decays[x] = m.decays[x / channels * DECAYS + x % channels];
+        for (int i = from + threadIdx.x; i < count; i += THREADS) record.decays[i] = m.decays[i];
+#endif
 #if WEIGHTED
         for (int i = from + threadIdx.x; i < count; i += THREADS) record.weights[i] = m.row_weights[i];
 #endif
@@ -457,22 +453,14 @@ struct Block {
     // The matrix at the end of a chunk with `count` rows.
     __device__ __forceinline__ void close(int stage, int count) const {
 #if BY_CHANNEL
-        const float* last = m.decays + (count - 1) * DECAYS;
+        const auto kept = [&](int d) { return m.kept[stage][d]; };
+        const Stored* added = m.updates;
         for (int x = threadIdx.x; x < TILE * CHUNK; x += THREADS)
             if (x % CHUNK >= count) m.updates[x / CHUNK * COLUMNS + x % CHUNK] = E::narrow(0.0f);
-        __syncthreads();
-        for_tiles<KEY_SIZE, TILE>([&](TileOf<TILE>& t) {
-            t.each(
-                [&](int d, int e, float& c) { c = __fmul_rn(m.matrix[e * MATRIX + d], exp2_of(last[d])); });
-            t.add(0, count, Turned<Decayed>{{m.keys[stage], m.decays, last, count, true, 1.0f}},
-                  Rows{m.updates, COLUMNS});
-            t.each([&](int d, int e, float& c) { m.matrix[e * MATRIX + d] = c; });
-        });
-        __syncthreads();
-        for (int x = threadIdx.x + count * KEYS; x < CHUNK * KEYS; x += THREADS)
-            m.keys[stage][x] = E::narrow(0.0f);  // of an earlier chunk
 #else
-        const float last = m.decays[count - 1], kept = exp2_of(last);
+        const float last = m.decays[count - 1], over_chunk = exp2_of(last);
+        const auto kept = [&](int) { return over_chunk; };
+        const Stored* added = m.scaled;
         for (int x = threadIdx.x; x < TILE * CHUNK; x += THREADS) {
             const int e = x / CHUNK, j = x % CHUNK;
             float left = j < count ? exp2_of(__fsub_rn(last, m.decays[j])) : 0.0f;
@@ -484,6 +472,7 @@ struct Block {
         }
         for (int x = threadIdx.x + count * KEYS; x < CHUNK * KEYS; x += THREADS)
             m.keys[stage][x] = E::narrow(0.0f);  // of an earlier chunk
+#endif
         __syncthreads();
 #if TENSOR_CORE
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
@@ -495,13 +484,14 @@ struct Block {
             for (int e = 0; e < TILE; e += 16) {
                 float acc[4];
                 float* at = m.matrix + (e + in_row) * MATRIX + d + in_pair;
-                acc[0] = __fmul_rn(at[0], kept), acc[1] = __fmul_rn(at[1], kept);
-                acc[2] = __fmul_rn(at[8 * MATRIX], kept), acc[3] = __fmul_rn(at[8 * MATRIX + 1], kept);
+                const float left[2] = {kept(d + in_pair), kept(d + in_pair + 1)};
+                acc[0] = __fmul_rn(at[0], left[0]), acc[1] = __fmul_rn(at[1], left[1]);
+                acc[2] = __fmul_rn(at[8 * MATRIX], left[0]), acc[3] = __fmul_rn(at[8 * MATRIX + 1], left[1]);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     u32 a[4];
                     ldmatrix_x4<false>(
-                        a, shared_address(m.scaled + (e + lane % 16) * COLUMNS + j * 16 + lane / 16 * 8));
+                        a, shared_address(added + (e + lane % 16) * COLUMNS + j * 16 + lane / 16 * 8));
                     mma_m16n8k16<TYPE == BF16>(acc, a, b[j / 2] + j % 2 * 2);
                 }
                 at[0] = acc[0], at[1] = acc[1];
@@ -511,13 +501,11 @@ struct Block {
 #else
         for (int x = threadIdx.x; x < TILE * KEY_SIZE; x += THREADS) {
             const int e = x / KEY_SIZE, d = x % KEY_SIZE;
-            float acc = __fmul_rn(m.matrix[e * MATRIX + d], kept);
+            float acc = __fmul_rn(m.matrix[e * MATRIX + d], kept(d));
             for (int j = 0; j < count; ++j)
-                acc = __fmaf_rn(E::widen(m.keys[stage][j * KEYS + d]), E::widen(m.scaled[e * COLUMNS + j]),
-                                acc);
+                acc = __fmaf_rn(E::widen(m.keys[stage][j * KEYS + d]), E::widen(added[e * COLUMNS + j]), acc);
             m.matrix[e * MATRIX + d] = acc;
         }
-#endif
 #endif
         __syncthreads();
     }
@@ -563,41 +551,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
                       p.k + key_head * p.k_head,
                       p.v + head * p.v_head + first_column,
                       p.g ? p.g + head * p.g_head : nullptr,
-                      p.beta ? p.beta + head * p.beta_head : nullptr};
+                      p.beta ? p.beta + head * p.beta_head : nullptr,
+                      p.prepared + head};
     const Tokens mine(p.spans, sequence, gridDim.z, p.tokens);
     const int begin = mine.begin, end = mine.end;
     float* state = p.state ? p.state + sequence * p.words : nullptr;
-    const i64 own = i64(head) * p.key_size * p.size;   // of a matrix
-    const int channels = BY_CHANNEL ? p.key_size : 1;  // of a row's decays
+    const i64 own = i64(head) * p.key_size * p.size;  // of a matrix
 
     // What the sequence goes on with. Rows that are not there are zeros.
     int before = 0;
+    [[maybe_unused]] int chunk = first_chunk(begin, sequence);  // its place
     for (int x = threadIdx.x; x < TILE * COLUMNS; x += THREADS) m.updates[x] = E::narrow(0.0f);
-    for (int x = threadIdx.x; x < CHUNK * DECAYS; x += THREADS) m.decays[x] = 0.0f;
+#if !BY_CHANNEL
+    for (int x = threadIdx.x; x < CHUNK; x += THREADS) m.decays[x] = 0.0f;
+#endif
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) {
         for (int x = threadIdx.x; x < CHUNK * KEYS; x += THREADS) m.keys[s][x] = E::narrow(0.0f);
         for (int x = threadIdx.x; x < ROWS * KEYS; x += THREADS) m.queries[s][x] = E::narrow(0.0f);
         for (int x = threadIdx.x; x < ROWS * VALUES; x += THREADS) m.values[s][x] = E::narrow(0.0f);
-        for (int x = threadIdx.x; x < int(sizeof(m.gammas[s]) / 4); x += THREADS) m.gammas[s][x] = 0.0f;
+#if !BY_CHANNEL
+        for (int x = threadIdx.x; x < ROWS; x += THREADS) m.gammas[s][x] = 0.0f;
+#endif
         for (int x = threadIdx.x; x < ROWS; x += THREADS) m.betas[s][x] = 0.0f;
     }
     __syncthreads();
     if (state) {
         before = min(max(int(state[0]), 0), CHUNK);
         block.read_matrix(state + p.matrix + own);
+#if BY_CHANNEL
+        const Stored* updates =
+            reinterpret_cast<const Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
+        if (before) {
+            const int chunks = (before % CHUNK + end - begin + CHUNK - 1) / CHUNK;  // if there are tokens
+            block.load_written(0, chunk + (begin < end && before == CHUNK ? chunks : 0));
+            cp_async_commit();
+            cp_async_wait<0>();
+        }
+#else
         const Stored* keys = reinterpret_cast<const Stored*>(state + p.keys) + i64(head) * CHUNK * p.key_size;
         const Stored* updates =
             reinterpret_cast<const Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
-        const float* decays = state + p.decays + i64(head) * CHUNK * channels;
+        const float* decays = state + p.decays + i64(head) * CHUNK;
         for (int x = threadIdx.x; x < before * p.key_size; x += THREADS)
             m.keys[0][x / p.key_size * KEYS + x % p.key_size] = keys[x];
+#endif
         for (int x = threadIdx.x; x < before * TILE; x += THREADS) {
             const int j = x / TILE, e = x % TILE;
             if (e < columns) m.updates[e * COLUMNS + j] = updates[j * p.size + first_column + e];
         }
-        for (int x = threadIdx.x; x < before * channels; x += THREADS)
-            m.decays[x / channels * DECAYS + x % channels] = decays[x];
+#if !BY_CHANNEL
+        for (int x = threadIdx.x; x < before; x += THREADS) m.decays[x] = decays[x];
+#endif
 #if WEIGHTED
         for (int j = threadIdx.x; j < before; j += THREADS)
             m.row_weights[j] = state[p.row_weights + head * CHUNK + j];
@@ -617,23 +622,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
 
     const auto window_of = [](int count, int left) { return min(ROWS - count % ROWS, left); };
     int token = begin, count = before, stage = 0, written = before;
-    if (token < end && count < CHUNK) block.load(0, token, count, window_of(count, end - token));
+    if (token < end && count < CHUNK) block.load(0, token, count, window_of(count, end - token), chunk);
     bool replaced = false;
-    [[maybe_unused]] int kept = 0, chunk = first_chunk(begin, sequence);  // rows of the chunk, and its place
+    [[maybe_unused]] int kept = 0;  // rows of the chunk
     while (token < end) {
         if (count == CHUNK) {  // the state's chunk was full
             block.close(stage, count);
             replaced = true, count = written = 0;
-            block.load(stage, token, 0, window_of(0, end - token));
+            block.load(stage, token, 0, window_of(0, end - token), chunk);
         }
         cp_async_wait<0>();
         __syncthreads();
         const int given = window_of(count, end - token), next = count + given;
         const int left = end - token - given, other = (stage + 1) % STAGES;
         const bool ahead = STAGES == 2 && ROWS == CHUNK && left > 0;
-        if (ahead) block.load(other, token + given, 0, window_of(0, left));
+        if (ahead) block.load(other, token + given, 0, window_of(0, left), chunk + 1);
+#if !BY_CHANNEL
         block.sum_decays(stage, count, next);
         __syncthreads();
+#endif
         block.window(stage, token, count, next);
         __syncthreads();
 #if KEEP
@@ -651,25 +658,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
         if (ahead)
             stage = other;
         else if (left > 0)
-            block.load(stage, token, count, window_of(count, left));
+            block.load(stage, token, count, window_of(count, left), chunk);
     }
 
     if (state) {
         if (replaced) block.write_matrix(state + p.matrix + own, false);
         Stored* keys = reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * p.key_size;
         Stored* updates = reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
-        float* decays = state + p.decays + i64(head) * CHUNK * channels;
+        float* decays = state + p.decays + i64(head) * CHUNK * (BY_CHANNEL ? p.key_size : 1);
         for (int x = threadIdx.x; x < (count - written) * TILE; x += THREADS) {
             const int j = written + x / TILE, e = x % TILE;
             if (e < columns) updates[j * p.size + first_column + e] = m.updates[e * COLUMNS + j];
         }
         if (m.is_last) {
+#if BY_CHANNEL
+            const Stored* rows = block.k + i64(end - count) * p.k_token;  // of row 0, if that were a token
+            for (int x = written * p.key_size + threadIdx.x; x < count * p.key_size; x += THREADS) {
+                const int j = x / p.key_size, d = x % p.key_size;
+                keys[x] = rows[j * p.k_token + d];
+                decays[x] = block.prepared[i64(chunk) * p.heads].decays[j][d];
+            }
+#else
             for (int x = threadIdx.x; x < (count - written) * p.key_size; x += THREADS) {
                 const int j = written + x / p.key_size, d = x % p.key_size;
                 keys[j * p.key_size + d] = m.keys[stage][j * KEYS + d];
             }
-            for (int x = written * channels + threadIdx.x; x < count * channels; x += THREADS)
-                decays[x] = m.decays[x / channels * DECAYS + x % channels];
+            for (int i = written + threadIdx.x; i < count; i += THREADS) decays[i] = m.decays[i];
+#endif
 #if WEIGHTED
             for (int j = written + threadIdx.x; j < count; j += THREADS)
                 state[p.row_weights + head * CHUNK + j] = m.row_weights[j];

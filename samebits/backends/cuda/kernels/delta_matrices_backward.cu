@@ -74,11 +74,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             m.betas[i] = i < count ? record.weights[i] : 0.0f;
 #endif
         }
-        const int channels = BY_CHANNEL ? p.key_size : 1;
-        for (int x = threadIdx.x; x < CHUNK * DECAYS; x += THREADS) {
-            const int i = x / DECAYS, d = x % DECAYS;
-            m.decays[x] = i < count && d < channels ? record.decays[i * channels + d] : 0.0f;
-        }
+#if BY_CHANNEL
+        const Prepared& prepared = p.prepared[i64(first_chunk(begin, sequence) + chunk) * p.heads + head];
+        for (int x = threadIdx.x; x < CHUNK * KEY_SIZE; x += THREADS)
+            m.decays[x / KEY_SIZE * DECAYS + x % KEY_SIZE] =
+                x / KEY_SIZE < count ? prepared.decays[0][x] : 0.0f;
+#else
+        for (int i = threadIdx.x; i < CHUNK; i += THREADS) m.decays[i] = i < count ? record.decays[i] : 0.0f;
+#endif
         // The gradient of the matrix at this chunk's end.
         for (int x = threadIdx.x; x < p.key_size * TILE; x += THREADS) {
             const int d = x / TILE, e = x % TILE;

@@ -107,11 +107,15 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     const Turned<Given<Stored> > turned_q{given_q}, turned_keys{given_keys};
 #endif
 #endif
-    const int channels = BY_CHANNEL ? p.key_size : 1;
-    for (int x = threadIdx.x; x < CHUNK * DECAYS; x += THREADS) {
-        const int i = x / DECAYS, d = x % DECAYS;
-        m.decays[x] = i < count && d < channels ? record.decays[i * channels + d] : 0.0f;
+#if BY_CHANNEL
+    const Prepared& prepared = p.prepared[i64(place) * p.heads + head];
+    for (int x = threadIdx.x; x < CHUNK * KEY_SIZE; x += THREADS) {
+        const int i = x / KEY_SIZE, d = x % KEY_SIZE;
+        m.decays[i * DECAYS + d] = i < count ? prepared.decays[i][d] : 0.0f;
     }
+#else
+    for (int i = threadIdx.x; i < CHUNK; i += THREADS) m.decays[i] = i < count ? record.decays[i] : 0.0f;
+#endif
     __syncthreads();
 
     // A decay, which has one value for all channels or one for each.
@@ -358,14 +362,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Memory& m = *reinterpret_cast<Memory*>(bytes);
     const int place = blockIdx.x, first_head = blockIdx.y * p.group;
 
-    // The last sequence whose first chunk is not behind this one.
-    const auto begin_of = [&](int n) { return Tokens(p.spans, n, p.sequences, p.tokens).begin; };
-    int sequence = 0;
-    for (int beyond = p.sequences; beyond - sequence > 1;) {
-        const int middle = (sequence + beyond) / 2;
-        (first_chunk(begin_of(middle), middle) <= place ? sequence : beyond) = middle;
-    }
-    const int chunk = place - first_chunk(begin_of(sequence), sequence);
+    const int sequence = sequence_of(p, place);
+    const int chunk = place - first_chunk(Tokens(p.spans, sequence, p.sequences, p.tokens).begin, sequence);
     if (chunk < 0 || chunk >= Span(p, sequence, 0).chunks) return;
     const Span span(p, sequence, chunk);
     for (int head = first_head; head < first_head + p.group; ++head) {

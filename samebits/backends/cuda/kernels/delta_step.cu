@@ -1,5 +1,5 @@
-// One token for each sequence, by delta rules and linear attention with one decay for each head: docs/contract.md,
-// "Recurrent layers". The same as delta.cu, for whole rows of 16-bit types under TENSOR_CORE.
+// One token for each sequence, by delta rules and linear attention: docs/contract.md, "Recurrent layers". The same as
+// delta.cu, for whole rows of 16-bit types under TENSOR_CORE.
 //
 // A block takes TILE columns of one head's values in one sequence, and each of its four warps a quarter of them. What
 // bounds it is the matrix, which is read once: straight into registers, AHEAD steps before it is needed.
@@ -11,6 +11,10 @@
 //   * Keys and updates of the open chunk are copied to shared memory meanwhile. Warps share the scores. From there on
 //     each warp has columns of its own, and waits for no other.
 //
+// With a decay for each channel, the decays of the open chunk's rows are copied, too. The token's query and key are
+// multiplied by theirs first: for the matrix, and for the keys of earlier blocks. Keys of its own block take a warp, a
+// chain for each lane.
+//
 // A state whose chunk is full gets the matrix at the chunk's end first: once in 64 tokens.
 //
 // Macros
@@ -20,26 +24,30 @@
 //   TILE           columns of a block: 32, 64 or 128
 //   HARDWARE_EXP2  1: the instruction; 0: the polynomial
 //   DELTA          1: with the delta rule; 0: updates are values
+//   BY_CHANNEL     1: a decay for each channel of a key, with the delta rule
 //   WEIGHTED       1: rows have weights, without the delta rule
 //
 // Pairs of q and k lie at multiples of 4 bytes, states and results at multiples of 16.
 
 #define TENSOR_CORE 1
-#define BY_CHANNEL 0
 #define WARPS 4
 
 #include "delta_forward.cuh"
 
 constexpr int COLUMNS = TILE / WARPS, WIDE = COLUMNS / 8;  // of a warp; side by side of a thread
 constexpr int STEPS = KEY_SIZE / 16, AHEAD = STEPS < 16 / WIDE ? STEPS : 16 / WIDE;
-constexpr int BLOCKS = TILE < 128 ? 4 : KEY_SIZE > 128 ? 2 : 3;  // of a multiprocessor, by their registers
-constexpr int LINE = TILE + PAD, PER = 16 / SIZE;                // in elements
+constexpr bool LONG = KEY_SIZE > 128 && (BY_CHANNEL || TILE == 128);
+constexpr int BLOCKS = LONG ? 2 : TILE < 128 ? 4 : 3;  // of a multiprocessor, by their registers and memory
+constexpr int LINE = TILE + PAD, PER = 16 / SIZE;      // in elements
+
+// The token's query and key; and both times decays, from the chunk's start on and from its last block's.
+enum Own { PLAIN, SINCE_START = 2 * BY_CHANNEL, SINCE_BLOCK = 4 * BY_CHANNEL };
 
 struct Memory {
-    Stored keys[CHUNK * KEYS], updates[CHUNK * LINE], own[2 * KEYS];  // the token's query and key
+    Stored keys[CHUNK * KEYS], updates[CHUNK * LINE], own[(BY_CHANNEL ? 6 : 2) * KEYS];
     Stored scores[CHUNK], values[TILE];
     float weights[CHUNK];  // of updates of the block's rows, in the update; or WEIGHTED, of the rows
-    float decays[CHUNK], residuals[TILE];
+    float decays[CHUNK * DECAYS], residuals[TILE];
 };
 
 template <class T>
@@ -97,26 +105,36 @@ struct Warp {
 
     // The matrix at the end of a full chunk, for the warp's columns. An empty chunk of updates follows.
     __device__ __forceinline__ void close() const {
-        const float last = m.decays[CHUNK - 1], kept = exp2_of(last);
+#if BY_CHANNEL
+        const float* last = m.decays + (CHUNK - 1) * DECAYS;
+        const auto kept = [&](int d) { return exp2_of(last[d]); };
+        const auto left = [&](int) { return 1.0f; };  // keys have it
+#else
+        const float last = m.decays[CHUNK - 1], over_chunk = exp2_of(last);
+        const auto kept = [&](int) { return over_chunk; };
+        const auto left = [&](int j) {
+            const float decay = exp2_of(__fsub_rn(last, m.decays[j]));
+#if WEIGHTED
+            return __fmul_rn(decay, m.weights[j]);
+#else
+            return decay;
+#endif
+        };
+#endif
         u32 b[CHUNK / 16][WIDE][2];
 #pragma unroll
         for (int k = 0; k < CHUNK / 16; ++k) {
             Wide<Stored> u[4];
-            float left[4];
+            float by[4];
             read(u, k * 16);
 #pragma unroll
-            for (int y = 0; y < 4; ++y) {
-                left[y] = exp2_of(__fsub_rn(last, m.decays[k * 16 + in_pair + row_of(y)]));
-#if WEIGHTED
-                left[y] = __fmul_rn(left[y], m.weights[k * 16 + in_pair + row_of(y)]);
-#endif
-            }
+            for (int y = 0; y < 4; ++y) by[y] = left(k * 16 + in_pair + row_of(y));
 #pragma unroll
             for (int x = 0; x < WIDE; ++x)
 #pragma unroll
                 for (int y = 0; y < 2; ++y)
-                    b[k][x][y] = E::pack(__fmul_rn(E::widen(u[2 * y].x[x]), left[2 * y]),
-                                         __fmul_rn(E::widen(u[2 * y + 1].x[x]), left[2 * y + 1]));
+                    b[k][x][y] = E::pack(__fmul_rn(E::widen(u[2 * y].x[x]), by[2 * y]),
+                                         __fmul_rn(E::widen(u[2 * y + 1].x[x]), by[2 * y + 1]));
         }
         const u32 key_rows = shared_address(m.keys + (lane / 16 * 8 + lane % 8) * KEYS + lane / 8 % 2 * 8);
 #pragma unroll 1
@@ -129,7 +147,7 @@ struct Warp {
                 at[c] = reinterpret_cast<Wide<float>*>(matrix + row * VALUE_SIZE + place * WIDE);
                 const Wide<float> s = has(place) ? *at[c] : Wide<float>{};
 #pragma unroll
-                for (int x = 0; x < WIDE; ++x) acc[x][c] = __fmul_rn(s.x[x], kept);
+                for (int x = 0; x < WIDE; ++x) acc[x][c] = __fmul_rn(s.x[x], kept(row));
             }
 #pragma unroll
             for (int k = 0; k < CHUNK / 16; ++k) {
@@ -167,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     Stored* keys = reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * KEY_SIZE;
     Stored* updates =
         reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * VALUE_SIZE + first_column;
-    float* decays = state + p.decays + i64(head) * CHUNK;
+    float* decays = state + p.decays + i64(head) * CHUNK * (BY_CHANNEL ? KEY_SIZE : 1);
     float* matrix = state + p.matrix + i64(head) * KEY_SIZE * VALUE_SIZE + first_column + warp * COLUMNS;
     // Unsigned, so that the compiler keeps one address for all rows.
     const float* own_matrix = matrix + (u32(in_pair) * VALUE_SIZE + u32(in_row) * WIDE);
@@ -177,7 +195,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     Wide<float> ring[AHEAD][4];
 #pragma unroll
     for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
+#if BY_CHANNEL
+    constexpr int CHANNELS = (KEY_SIZE + THREADS - 1) / THREADS;  // of a thread
+    float sums[CHANNELS], since_block[CHANNELS];  // G of the token, and less that of its block
+#pragma unroll
+    for (int n = 0; n < CHANNELS; ++n) {
+        const int d = n * THREADS + threadIdx.x;
+        if (d >= KEY_SIZE) continue;
+        const float g = p.g[token * p.g_token + head * p.g_head + d];
+        const int row = before % CHUNK, first = row / 16 * 16;  // of its block
+        sums[n] = __fadd_rn(row ? decays[(row - 1) * KEY_SIZE + d] : 0.0f, __fmul_rn(g, contract::LOG2E));
+        since_block[n] = first ? __fsub_rn(sums[n], decays[(first - 1) * KEY_SIZE + d]) : 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < CHUNK * (KEY_SIZE / 4); n += THREADS) {
+        const int x = n + threadIdx.x, j = x / (KEY_SIZE / 4), d = x % (KEY_SIZE / 4) * 4;
+        if (j < before) cp_async_16(shared_address(m.decays + j * DECAYS + d), decays + j * KEY_SIZE + d);
+    }
+#else
     const float gamma = p.g ? __fmul_rn(p.g[token * p.g_token + head * p.g_head], contract::LOG2E) : 0.0f;
+#endif
     [[maybe_unused]] const float beta = DELTA ? p.beta[token * p.beta_token + head * p.beta_head] : 0.0f;
 #pragma unroll
     for (int n = 0; n < KEY_SIZE; n += THREADS) {
@@ -187,7 +224,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
                 *reinterpret_cast<const u32*>((row ? k : q) + d);
     }
     if (threadIdx.x < TILE) m.values[threadIdx.x] = threadIdx.x < columns ? v[threadIdx.x] : E::narrow(0.0f);
+#if !BY_CHANNEL
     if (threadIdx.x < CHUNK) m.decays[threadIdx.x] = decays[threadIdx.x];  // garbage from `before` on
+#endif
 #if WEIGHTED
     float* weights = state + p.row_weights + i64(head) * CHUNK;
     const float own_weight = p.weights[token * p.weight_token + head * p.weight_head];
@@ -214,18 +253,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     if (before == CHUNK) {
         cp_async_wait<0>();
         __syncthreads();
+#if BY_CHANNEL
+        for (int x = threadIdx.x; x < CHUNK * KEY_SIZE; x += THREADS) {
+            const int j = x / KEY_SIZE, d = x % KEY_SIZE;
+            const float last = m.decays[(CHUNK - 1) * DECAYS + d];
+            Stored& key = m.keys[j * KEYS + d];
+            key = E::narrow(__fmul_rn(E::widen(key), exp2_of(__fsub_rn(last, m.decays[j * DECAYS + d]))));
+        }
+        __syncthreads();
         w.close();
+        __syncthreads();
+#else
+        w.close();
+#endif
 #pragma unroll
         for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
     }
     const int i = before % CHUNK, block = i / 16 * 16;
+#if BY_CHANNEL
+#pragma unroll
+    for (int n = 0; n < CHANNELS; ++n) {
+        const int d = n * THREADS + threadIdx.x;
+        if (d >= KEY_SIZE) continue;
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+            const float y = E::widen(m.own[(PLAIN + x) * KEYS + d]);
+            m.own[(SINCE_START + x) * KEYS + d] = E::narrow(__fmul_rn(y, exp2_of(sums[n])));
+            m.own[(SINCE_BLOCK + x) * KEYS + d] = E::narrow(__fmul_rn(y, exp2_of(since_block[n])));
+        }
+        m.keys[i * KEYS + d] = m.own[(PLAIN + 1) * KEYS + d], m.decays[i * DECAYS + d] = sums[n];
+    }
+    __syncthreads();
+#else
     const float decay = __fadd_rn(i ? m.decays[i - 1] : 0.0f, gamma);
+#endif
 
     // Products of both with the matrix.
-    const auto own = [&](int d, u32(&a)[4]) {
+    const auto own = [&](Own which, int d, u32(&a)[4]) {
         a[0] = a[1] = a[2] = a[3] = 0;
         if (in_row < 1 + DELTA) {
-            const u32* from = reinterpret_cast<const u32*>(m.own + in_row * KEYS + d + in_pair);
+            const u32* from = reinterpret_cast<const u32*>(m.own + (which + in_row) * KEYS + d + in_pair);
             a[0] = from[0], a[2] = from[4];
         }
     };
@@ -233,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         u32 a[4];
-        own(step * 16, a);
+        own(SINCE_START, step * 16, a);
         Wide<float>(&s)[4] = ring[step % AHEAD];
 #pragma unroll
         for (int x = 0; x < WIDE; ++x) {
@@ -256,13 +323,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     }
 
     // Scores, and weights of updates.
+#if BY_CHANNEL
+    if (warp < LAST) {
+        const float* reference = m.decays + (block - 1) * DECAYS;
+        for (int j = warp * 8; j < block; j += LAST * 8) {
+            float c[4] = {};
+#pragma unroll 2
+            for (int d = in_pair; d < KEY_SIZE; d += 16) {
+                u32 a[4], b[2];
+                own(SINCE_BLOCK, d - in_pair, a);
+#pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    const int at = d + x * 8;
+                    const float2 sum =
+                        *reinterpret_cast<const float2*>(m.decays + (j + in_row) * DECAYS + at);
+                    const float2 from = *reinterpret_cast<const float2*>(reference + at);
+                    const u32 key = *reinterpret_cast<const u32*>(m.keys + (j + in_row) * KEYS + at);
+                    b[x] = E::pack(__fmul_rn(E::widen(u16(key)), exp2_of(__fsub_rn(from.x, sum.x))),
+                                   __fmul_rn(E::widen(u16(key >> 16)), exp2_of(__fsub_rn(from.y, sum.y))));
+                }
+                mma_m16n8k16<TYPE == BF16>(c, a, b);
+            }
+#pragma unroll
+            for (int y = 0; y < 2; ++y) {
+                if (in_row == 0) m.scores[j + in_pair + y] = E::narrow(c[y]);
+                if (in_row == 1) m.weights[j + in_pair + y] = c[y];
+            }
+        }
+    } else {
+        const int j = block + lane % 16, of = lane / 16;  // the query, or the key
+        const Stored *x = m.own + (PLAIN + of) * KEYS, *key = m.keys + j * KEYS;
+        const float *sum = m.decays + i * DECAYS, *earlier = m.decays + j * DECAYS;
+        float acc = 0.0f;
+        const auto add = [&](u32 a, u32 b, u32 to, u32 from) {
+            const float by = exp2_of(__fsub_rn(__uint_as_float(to), __uint_as_float(from)));
+            acc = __fmaf_rn(__fmul_rn(E::widen(u16(a)), E::widen(u16(b))), by, acc);
+        };
+        if (j <= i)
+#pragma unroll 4
+            for (int d = 0; d < KEY_SIZE; d += 4) {
+                const uint2 a = *reinterpret_cast<const uint2*>(x + d);
+                const uint2 b = *reinterpret_cast<const uint2*>(key + d);
+                const uint4 to = *reinterpret_cast<const uint4*>(sum + d);
+                const uint4 from = *reinterpret_cast<const uint4*>(earlier + d);
+                add(a.x, b.x, to.x, from.x), add(a.x >> 16, b.x >> 16, to.y, from.y);
+                add(a.y, b.y, to.z, from.z), add(a.y >> 16, b.y >> 16, to.w, from.w);
+            }
+        if (of)
+            m.weights[j] = j < i ? acc : 0.0f;
+        else
+            m.scores[j] = E::narrow(acc);
+    }
+#else
     for (int j = warp * 8; j < block + 16; j += WARPS * 8) {
         float c[4] = {};
         const Stored* from = (j + in_row == i ? m.own + KEYS : m.keys + (j + in_row) * KEYS) + in_pair;
 #pragma unroll
         for (int d = 0; d < KEY_SIZE; d += 16) {
             u32 a[4];
-            own(d, a);
+            own(PLAIN, d, a);
             const u32 b[2] = {*reinterpret_cast<const u32*>(from + d),
                               *reinterpret_cast<const u32*>(from + d + 8)};
             mma_m16n8k16<TYPE == BF16>(c, a, b);
@@ -280,10 +399,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
             if (!WEIGHTED && in_row == 1) m.weights[of] = of < i ? __fmul_rn(c[y], weight) : 0.0f;
         }
     }
+#endif
     __syncthreads();
 
     // From what was read of the matrix, by the updates of earlier blocks.
+#if BY_CHANNEL
+    constexpr float since = 1.0f;  // the query and the key have it
+#else
     const float since = exp2_of(decay);
+#endif
 #pragma unroll
     for (int x = 0; x < WIDE; ++x)
 #pragma unroll
@@ -355,7 +479,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
             for (int d = lane * 2; d < KEY_SIZE; d += 64)
                 *reinterpret_cast<u32*>(keys + i * KEY_SIZE + d) =
                     *reinterpret_cast<const u32*>(m.own + KEYS + d);
+#if BY_CHANNEL
+            for (int d = lane; d < KEY_SIZE; d += 32) decays[i * KEY_SIZE + d] = m.decays[i * DECAYS + d];
+            if (lane == 0) marks[1 + head] = 0;
+#else
             if (lane == 0) decays[i] = decay, marks[1 + head] = 0;
+#endif
 #if WEIGHTED
             if (lane == 0) weights[i] = own_weight;
 #endif

@@ -10,7 +10,7 @@ using E = Element<TYPE>;
 using Stored = E::Stored;
 constexpr int SIZE = sizeof(Stored), PAD = 16 / SIZE;
 // Of a row in shared memory: elements of its key or query, and floats of its decays.
-constexpr int KEYS = KEY_SIZE + PAD, DECAYS = BY_CHANNEL ? KEY_SIZE + 1 : 1;
+constexpr int KEYS = KEY_SIZE + PAD, DECAYS = BY_CHANNEL ? KEY_SIZE + 4 : 1;
 
 __device__ __forceinline__ float exp2_of(float x) {
 #if HARDWARE_EXP2
@@ -24,7 +24,7 @@ __device__ __forceinline__ float exp2_of(float x) {
 
 // What passes over a sequence's chunks leave of one of them, for one head. All arrays are dense.
 struct Record {
-    float *decays, *z, *of_updates;  // [CHUNK], or for each channel; [CHUNK, size]; the gradient of updates
+    float *decays, *z, *of_updates;  // [CHUNK], unless BY_CHANNEL; [CHUNK, size]; the gradient of updates
 #if WEIGHTED
     float* weights;  // [CHUNK]; z has the updates
 #endif
@@ -33,11 +33,7 @@ struct Record {
 
     __device__ __forceinline__ Record(unsigned char* records, i64 index, int key_size, int size) {
         const i64 values = i64(CHUNK) * size, entries = i64(key_size) * size;
-#if WEIGHTED
-        const int of_rows = 2 * CHUNK;
-#else
-        const int of_rows = CHUNK * (BY_CHANNEL ? key_size : 1);
-#endif
+        const int of_rows = BY_CHANNEL ? 0 : (1 + WEIGHTED) * CHUNK;
         const i64 floats = of_rows + 2 * values, stored = CHUNK * key_size + 2 * values;
         const i64 bytes = (4 * (floats + 2 * entries) + SIZE * stored + 15) / 16 * 16;
         decays = reinterpret_cast<float*>(records + index * bytes);
@@ -49,6 +45,15 @@ struct Record {
         updates = keys + CHUNK * key_size, of_z = updates + values;
         matrix = reinterpret_cast<float*>(of_z + values), of_matrix = matrix + entries;
     }
+};
+
+// What delta_prepare.cu finds of a chunk, for one head. Rows that are not there are zeros.
+struct Prepared {
+    float decays[CHUNK][KEY_SIZE], kept[KEY_SIZE];  // the running sums, and decays over the whole chunk
+    float weights[CHUNK][CHUNK];                    // scores of keys, [row, key]
+    Stored scores[CHUNK][CHUNK];                    // of queries
+    // Queries and keys times decays since the chunk's start, and keys times those left to its end.
+    Stored queries[CHUNK][KEY_SIZE], keys[CHUNK][KEY_SIZE], written[CHUNK][KEY_SIZE];
 };
 
 // The tokens of a sequence. Without spans all have as many.
@@ -63,6 +68,18 @@ struct Tokens {
 
 // The place of a sequence's first chunk among those of all: no two sequences share one.
 __device__ __forceinline__ int first_chunk(int begin, int sequence) { return begin / CHUNK + 2 * sequence; }
+
+// The sequence of a chunk: the last one whose first chunk is not behind that place.
+template <class Params>
+__device__ __forceinline__ int sequence_of(const Params& p, int place) {
+    const auto begin_of = [&](int n) { return Tokens(p.spans, n, p.sequences, p.tokens).begin; };
+    int sequence = 0;
+    for (int beyond = p.sequences; beyond - sequence > 1;) {
+        const int middle = (sequence + beyond) / 2;
+        (first_chunk(begin_of(middle), middle) <= place ? sequence : beyond) = middle;
+    }
+    return sequence;
+}
 
 // Two neighbours along k of an operand, rounded and packed.
 template <class T>

@@ -14,6 +14,7 @@ struct Params {
     i64 q_token, q_head, grad_token, grad_head, beta_token, beta_head, words;
     int key_size, size, heads, group, tokens, sequences;
     float scale;
+    const Prepared* prepared;  // BY_CHANNEL
 };
 
 // Rows of a chunk: those from `before` on are tokens of this call.

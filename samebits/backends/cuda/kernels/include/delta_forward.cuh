@@ -16,6 +16,7 @@ struct Params {
     int matrix, keys, updates, decays, row_weights, marks;  // where they are in it
     int key_size, size, heads, group, tokens, wide;
     float scale;
+    const Prepared* prepared;  // BY_CHANNEL
 };
 
 #if WEIGHTED
