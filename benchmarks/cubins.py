@@ -43,6 +43,7 @@ from samebits.backends.cuda import (
     gated,
     gather,
     grouped,
+    linear_attention,
     linear_logp_sm90,
     logp,
     losses,
@@ -454,6 +455,13 @@ def recurrent_layers() -> Iterator[Kernel]:
                 yield delta.step_spec(step, dtype, 128, size, **options), HOPPER
         if by_channel and erases:
             yield delta.prepare_spec(x, 64, tensor_core=x is BF16, hardware_exp2=x is BF16), HOPPER
+        for linear in (
+            delta_schedules.catalogue_of_linear() if x is BF16 and not (by_channel or erases) else ()
+        ):
+            options = {"hardware_exp2": True, "weighted": weighted}
+            for part in (linear.states, linear.rows, None):
+                yield linear_attention.kernel_spec(part, x, 64, keep=part is None, **options), HOPPER
+            yield linear_attention.kernel_spec(linear.states, F16, 80, keep=True, **options), HOPPER
         for which, of in (
             ("matrices", delta_schedules.DeltaGradients(16, True, 2)),
             ("matrices", delta_schedules.DeltaGradients(64, True, 1)),

@@ -112,7 +112,7 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
         return HostKernel(host.gradients_spec(*args, **options))
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
-        return torch.full(tuple(shape), torch.nan, dtype=dtype)
+        return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype)
 
     def prepare(_: int, *args: Any, **options: Any) -> HostKernel:
         return HostKernel(host.prepare_spec(*args, **options))

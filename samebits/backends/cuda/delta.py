@@ -1,9 +1,10 @@
 """Delta rules and linear attention on CUDA tensors: ``kernels/delta*.cu``.
 
-``delta.cu`` computes every forward. Where each sequence has one token, ``delta_step.cu`` is faster. With a
-decay for each channel, ``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
+``delta.cu`` computes every forward. Where each sequence has one token, ``delta_step.cu`` is faster, and
+without the delta rule so is :mod:`samebits.backends.cuda.linear_attention`. With a decay for each channel,
+``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
 
-Gradients take three launches after that one. The forward's kernel goes through the chunks again, and keeps a
+Gradients take three launches after that one. The forward's kernels go through the chunks again, and keep a
 record of each of them. A kernel goes through them backwards, as each needs the gradient of the next one's
 matrix. With both in its record, every chunk's other gradients are computed by themselves.
 """
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from samebits.backends.arch import SM_80
-from samebits.backends.cuda import compiler, matmul, runtime
+from samebits.backends.cuda import compiler, linear_attention, matmul, runtime
 from samebits.backends.cuda.delta_schedules import (
     FEW,
     STEP_KEYS,
     DeltaGradients,
+    Linear,
     Schedule,
     Step,
     choose,
@@ -174,7 +176,7 @@ def forward(
     state: Tensor | None,
     out: Tensor,
     closed: Tensor | None,
-    schedule: Schedule | Step | None = None,
+    schedule: Schedule | Step | Linear | None = None,
 ) -> None:
     """See :mod:`samebits.backends.delta`."""
     if len(x.spans) and (x.v.shape[0] or state is not None or closed is not None):
@@ -187,7 +189,7 @@ def _run(
     out: Tensor | None,
     closed: Tensor | None,
     records: Tensor | None,
-    schedule: Schedule | Step | None,
+    schedule: Schedule | Step | Linear | None,
     prepared: Tensor | None = None,
 ) -> None:
     """Results, or with `records` what gradients need of every chunk."""
@@ -205,16 +207,23 @@ def _run(
         size * v.itemsize,  # the first column of a tile
     )
     padded = padded_size(key_size)
+    hardware_exp2, delta = _hardware_exp2(tensor_core, device), x.beta is not None
+    few = tokens <= FEW * sequences
+    linear = tensor_core and not delta and not (few and records is None)
     if schedule is None and tensor_core and closed is None and _is_step(x, q, k, state, out):
         schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, device)
+    elif isinstance(schedule, Linear) or (schedule is None and linear):
+        linear_attention.run(x, (q, k, v), state, out, closed, records, schedule, hardware_exp2)
+        return
     if schedule is None:
-        few = tokens <= FEW * sequences
         of = x.q.dtype, padded, size, sequences * heads
         schedule = choose(*of, few, tensor_core, x.by_channel, device, weighted)
     if x.by_channel and prepared is None and not isinstance(schedule, Step):
         prepared = _prepared(x, state, None, tensor_core=tensor_core)
-    rule: dict[str, Any] = {"delta": x.beta is not None, "weighted": weighted, "by_channel": x.by_channel}
-    rule["hardware_exp2"] = _hardware_exp2(tensor_core, device)
+    if records is not None and state is not None:
+        state = state.clone()  # which is updated
+    rule: dict[str, Any] = {"delta": delta, "weighted": weighted, "by_channel": x.by_channel}
+    rule["hardware_exp2"] = hardware_exp2
     if isinstance(schedule, Step):
         kernel = _step_kernel(*(device, schedule, x.q.dtype, key_size, size), **rule)
     else:
@@ -348,7 +357,7 @@ def backward(
             device=q.device,
         )
         prepared = _prepared(x, state, records, tensor_core=tensor_core) if x.by_channel else None
-        _run(x, None if state is None else state.clone(), None, None, records, None, prepared)
+        _run(x, state, None, None, records, None, prepared)
         own = layout("delta", heads, key_size, size, dtype, x.by_channel, x.weights is not None)
         closed = None if grad_closed is None else grad_closed.to(torch.float32).contiguous()
         sums = (new(q.shape), new(q.shape)) if group > 1 else (None, None)

@@ -16,12 +16,17 @@ __all__ = [
     "FEW",
     "STEP_KEYS",
     "DeltaGradients",
+    "Linear",
+    "LinearRows",
+    "LinearStates",
     "Schedule",
     "Step",
     "catalogue",
     "catalogue_of_gradients",
+    "catalogue_of_linear",
     "catalogue_of_steps",
     "choose",
+    "choose_linear",
     "choose_of_gradients",
     "choose_step",
     "padded_size",
@@ -155,6 +160,77 @@ def choose_step(
         if (fills or tile == 32) and Step(tile).memory(dtype, key_size, by_channel) <= info.max_smem:
             return Step(tile)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearStates:
+    """How the kernel goes through the chunks that computes the matrix at each chunk's start.
+
+    Attributes:
+        warps: in a block: each has 16 columns of values.
+        keys: channels of keys of a block, or all of them if there are fewer; a multiple of 16.
+        stages: chunks in shared memory, at least 2.
+    """
+
+    warps: int
+    keys: int
+    stages: int
+
+    def memory(self, key_size: int, weighted: bool) -> int:
+        """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types."""
+        stored = min(self.keys, key_size) + 16 * self.warps + 16
+        return self.stages * CHUNK * (2 * stored + 4 * (2 + weighted))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRows:
+    """How the kernel computes that has a chunk's results.
+
+    Attributes:
+        tile: columns of values of a block, a multiple of 16 for each warp.
+        warps: in a block.
+        stages: heads whose operands are in shared memory: 2, while one is computed the next is copied; or 1.
+        heads: that a block takes, at most, of those that share one of keys.
+    """
+
+    tile: int
+    warps: int
+    stages: int
+    heads: int
+
+    def memory(self, key_size: int, weighted: bool) -> int:
+        """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types."""
+        own = 2 * (CHUNK * (self.tile + 8) + self.tile * key_size) + 4 * (2 + weighted) * CHUNK
+        return self.stages * own + 2 * CHUNK * (2 * (key_size + 8) + CHUNK + 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """How the kernels of linear attention without the delta rule compute."""
+
+    states: LinearStates
+    rows: LinearRows
+
+
+def catalogue_of_linear() -> Iterator[Linear]:
+    """Every schedule of each of the two kernels, for proofs."""
+    shapes = *itertools.product((4, 2), (64,), (2, 3, 4)), (8, 64, 3), (4, 128, 3), (2, 128, 3), (4, 32, 3)
+    tiles = ((128, 4), (128, 8), (64, 4), (32, 2), (16, 1))
+    rows = [LinearRows(*tile, stages, 8) for stages, tile in itertools.product((1, 2), tiles)]
+    for states, of_rows in zip(shapes, rows, strict=True):
+        yield Linear(LinearStates(*states), of_rows)
+
+
+def choose_linear(key_size: int, size: int, blocks: int, weighted: bool, device: int) -> Linear:
+    """The schedule for sequences times heads `blocks`."""
+    info = devices.device_info(device)
+    states = [LinearStates(4 if size > 32 else 2, 64, stages) for stages in (4, 3, 2)]
+    rows = [LinearRows(*shape) for shape in ((128, 4, 1, 8), (64, 4, 1, 8), (32, 2, 1, 8), (16, 1, 1, 8))]
+    fitting = (
+        [s for s in states if s.memory(key_size, weighted) <= info.max_smem],
+        [s for s in rows if s.tile < 2 * size and s.memory(key_size, weighted) <= info.max_smem] or rows[-1:],
+    )
+    return Linear(fitting[0][0], fitting[1][0])
 
 
 def padded_size(size: int) -> int:

@@ -250,12 +250,14 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
     def call(*operands: Tensor, schedule: int | None = None) -> Results:
         if schedule is None:
             return run(*operands)
-        from samebits.backends.cuda import delta, delta_schedules, devices
+        from samebits.backends.cuda import delta, delta_schedules, devices, linear_attention
 
         schedules, of_gradients = [*delta_schedules.catalogue()], [*delta_schedules.catalogue_of_gradients()]
         forward, gradients = schedules[number % len(schedules)], of_gradients[number % len(of_gradients)]
         steps = [*delta_schedules.catalogue_of_steps()]
         choose, choose_of_gradients = delta_schedules.choose, delta_schedules.choose_of_gradients
+        of_linear = [*delta_schedules.catalogue_of_linear()]
+        linear, choose_linear = of_linear[number // 3 % len(of_linear)], delta_schedules.choose_linear
 
         def chosen(dtype: torch.dtype, key_size: int, *rest: Any) -> delta_schedules.Schedule:
             *_, tensor_core, by_channel, device, weighted = rest
@@ -271,8 +273,15 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
             fits = needs <= devices.device_info(device).max_smem
             return gradients if fits else choose_of_gradients(dtype, key_size, size, *rest)
 
+        def chosen_linear(key_size: int, *rest: Any) -> delta_schedules.Linear:
+            *_, weighted, device = rest
+            needs = max(part.memory(key_size, weighted) for part in (linear.states, linear.rows))
+            fits = needs <= devices.device_info(device).max_smem
+            return linear if fits else choose_linear(key_size, *rest)
+
         with (
             mock.patch.object(delta, "choose", chosen),
+            mock.patch.object(linear_attention, "choose_linear", chosen_linear),
             mock.patch.object(delta, "choose_step", return_value=steps[number % len(steps)]),
             mock.patch.object(delta, "choose_of_gradients", chosen_of_gradients),
         ):

@@ -16,6 +16,7 @@ import samebits
 from samebits.backends import delta
 from samebits.backends.cuda import delta as kernels
 from samebits.backends.cuda import delta_schedules as schedules
+from samebits.backends.cuda import linear_attention
 from samebits.backends.delta import Delta
 from samebits.backends.recurrent import Layout, RecurrentState
 from samebits.backends.reference import delta as reference
@@ -41,6 +42,17 @@ FORMS = [
     (torch.bfloat16, True, "weighted", True, 1, 2, 128, 64),
     (torch.float16, True, "weighted", True, 1, 3, 24, 17),
     (torch.float32, False, "weighted", True, 1, 2, 20, 24),
+]
+
+LINEAR_FORMS = [
+    (torch.bfloat16, True, False, True, 2, 4, 128, 128),
+    (torch.bfloat16, True, False, True, 1, 8, 128, 64),
+    (torch.float16, True, False, False, 1, 1, 256, 256),
+    (torch.float16, True, False, True, 1, 2, 20, 17),
+    (torch.bfloat16, True, False, True, 1, 1, 80, 40),
+    (torch.float16, True, "weighted", True, 2, 6, 64, 192),
+    (torch.bfloat16, True, "weighted", True, 1, 8, 128, 64),
+    (torch.bfloat16, True, "weighted", True, 1, 2, 24, 20),
 ]
 
 
@@ -81,6 +93,47 @@ def test_steps_compile_without_spills(schedule: schedules.Step, key_size: int, b
     found = resources(spec, "sm_90a")
     assert found.spill_bytes == 0
     assert found.local_bytes == 0
+
+
+OF_LINEAR = list(
+    dict.fromkeys(part for linear in schedules.catalogue_of_linear() for part in (linear.states, linear.rows))
+)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("part", "keep"),
+    [
+        (None, False),
+        *((part, False) for part in OF_LINEAR),
+        *((part, True) for part in OF_LINEAR if isinstance(part, schedules.LinearStates)),
+    ],
+    ids=str,
+)
+def test_linear_attention_compiles_without_spills(
+    part: schedules.LinearStates | schedules.LinearRows | None, keep: bool, weighted: bool
+) -> None:
+    options = {"hardware_exp2": True, "weighted": weighted, "keep": keep}
+    spec = linear_attention.kernel_spec(part, torch.bfloat16, 128, **options)
+    found = resources(spec, "sm_90a")
+    assert found.spill_bytes == 0
+    assert found.local_bytes == 0
+
+
+@pytest.mark.parametrize("kib", [99, 163, 227])
+def test_every_size_of_linear_attention_has_a_schedule_that_fits(
+    kib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(sm_count=84, max_smem=kib << 10)
+    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+    known = [*schedules.catalogue_of_linear()]
+    sizes = (16, 128, 256), (1, 17, 64, 128, 256)
+    for key_size, size, blocks, weighted in itertools.product(*sizes, (1, 1000), (False, True)):
+        found = schedules.choose_linear(key_size, size, blocks, weighted, 0)
+        for part in (found.states, found.rows):
+            assert part.memory(key_size, weighted) <= gpu.max_smem
+        assert found.states in [s.states for s in known]
+        assert found.rows in [s.rows for s in known]
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
@@ -281,11 +334,11 @@ def gradients_of(x: Delta) -> Iterator[tuple[Delta, Tensor | None, Tensor, Tenso
     yield rest, state.data, grad, of_closed
 
 
-def in_turns(schedules: Sequence[Any]) -> list[Any]:
+def in_turns(schedules: Sequence[Any], forms: Sequence[tuple[object, ...]] = FORMS) -> list[Any]:
     """Forms with a third of the schedules each, all of them together: a kernel takes seconds to compile."""
     return [
         pytest.param(form, schedule, id=f"{form}, {schedule}")
-        for i, form in enumerate(FORMS)
+        for i, form in enumerate(forms)
         for schedule in schedules[i % 3 :: 3]
     ]
 
@@ -300,6 +353,21 @@ def test_every_schedule_has_the_references_bits(
     options = bool(form[1]), on_gpu.by_channel, on_gpu.weights is not None
     if schedule.memory(on_gpu.q.dtype, padded, *options) > 227 << 10:
         pytest.skip("takes more shared memory than there is")
+    assert_same_forward(on_cpu, on_gpu, schedule)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("form", "schedule"), in_turns([*schedules.catalogue_of_linear(), None], LINEAR_FORMS)
+)
+def test_every_schedule_of_linear_attention_has_the_references_bits(
+    form: tuple[object, ...], schedule: schedules.Linear | None
+) -> None:
+    assert_same_forward(operands(form), operands(form, "cuda"), schedule)
+
+
+def assert_same_forward(on_cpu: Delta, on_gpu: Delta, schedule: Any) -> None:
+    """The results of one call and of several, the matrices after it, and the states that these leave."""
 
     def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) -> None:
         kernels.forward(x, state, out, closed, schedule)

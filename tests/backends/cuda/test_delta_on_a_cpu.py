@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samebits.backends.cuda import delta as kernels
 from samebits.backends.cuda import delta_schedules as schedules
-from samebits.backends.cuda import matmul
+from samebits.backends.cuda import linear_attention, matmul
 from samebits.backends.delta import Delta
 from samebits.backends.recurrent import RecurrentState
 from samebits.backends.reference import delta as reference
@@ -47,11 +47,28 @@ OF_GRADIENTS = [
     ((torch.bfloat16, True, True, True, 1, 2, 80, 40), GRADIENTS[0]),  # some warps have no channels
 ]
 SCHEDULES = [schedules.Schedule(16, 16, 4, 1), schedules.Schedule(32, 64, 8, 2)]
+LINEAR_FORMS = [
+    # two tiles of keys, the last not full, and two of values; heads that share keys, none full; odd sizes
+    (torch.bfloat16, True, False, True, 1, 2, 48, 40),
+    (torch.bfloat16, True, False, False, 1, 4, 32, 16),
+    (torch.float16, True, False, True, 1, 1, 20, 17),
+    (torch.bfloat16, True, "weighted", True, 1, 2, 48, 40),
+    (torch.float16, True, "weighted", True, 1, 3, 20, 17),
+]
+LINEAR = [  # a schedule for each
+    schedules.Linear(schedules.LinearStates(2, 32, 3), schedules.LinearRows(32, 2, 1, 8)),
+    schedules.Linear(schedules.LinearStates(1, 64, 2), schedules.LinearRows(32, 1, 2, 4)),
+    schedules.Linear(schedules.LinearStates(4, 16, 4), schedules.LinearRows(64, 2, 2, 1)),
+    schedules.Linear(schedules.LinearStates(2, 32, 2), schedules.LinearRows(32, 1, 2, 8)),
+    schedules.Linear(schedules.LinearStates(1, 16, 3), schedules.LinearRows(16, 1, 1, 8)),
+]
 
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     host_kernels.use(monkeypatch, kernels)
+    host_kernels.use(monkeypatch, linear_attention)
+    monkeypatch.setattr(linear_attention, "choose_linear", lambda *_: LINEAR[0])
     monkeypatch.setattr(matmul, "family", lambda device: AMPERE)
     monkeypatch.setattr(matmul, "check_contract", lambda contract, device: None)
 
@@ -69,6 +86,11 @@ ODD = torch.float16, True, True, "channels", 1, 2, 21, 17
     ids=str,
 )
 def test_forward(form: tuple[object, ...], schedule: schedules.Schedule) -> None:
+    assert_same_forward(form, schedule)
+
+
+def assert_same_forward(form: tuple[object, ...], schedule: schedules.Schedule | schedules.Linear) -> None:
+    """The results of one call and of several, the matrices after it, and the states that these leave."""
     x = operands(form)
 
     def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) -> None:
@@ -83,6 +105,11 @@ def test_forward(form: tuple[object, ...], schedule: schedules.Schedule) -> None
         results.append((out, closed, by_pieces, last, state.parts["matrix"]))
     for want, got in zip(*results, strict=True):
         assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize(("form", "schedule"), [*zip(LINEAR_FORMS, LINEAR, strict=True)], ids=str)
+def test_forward_without_the_delta_rule(form: tuple[object, ...], schedule: schedules.Linear) -> None:
+    assert_same_forward(form, schedule)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +143,8 @@ def test_steps_where_all_decays(form: tuple[object, ...]) -> None:
     assert_same_step(results[1], results[0])
 
 
-def test_which_calls_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token for each sequence with a state, in memory of whole words. All others run as they did."""
+def test_which_kernel_takes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`delta_step`: a token for each sequence with a state, in memory of whole words."""
     monkeypatch.setattr(kernels, "choose", lambda *_: SCHEDULES[0])
     monkeypatch.setattr(kernels, "choose_step", lambda *_: schedules.Step(32))
     launched: list[str] = []
@@ -130,6 +157,7 @@ def test_which_calls_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             launched.append(self.source)
 
     monkeypatch.setattr(kernels, "_kernel", lambda *_, **__: Recorder("delta"))
+    monkeypatch.setattr(linear_attention, "run", lambda *_: launched.append("linear"))
     monkeypatch.setattr(kernels, "_step_kernel", lambda *_, **__: Recorder("delta_step"))
 
     def source(x: Delta, state: Tensor | None, closed: Tensor | None = None) -> str:
@@ -151,25 +179,43 @@ def test_which_calls_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         x, state = step((*STEP_FORMS[0][:5], key_size, size), (3, 64))
         assert source(x, state.data) == "delta"
 
+    x = operands(LINEAR_FORMS[0])
+    assert source(x, None) == "linear"
+    assert source(dataclasses.replace(x, spans=x.spans.repeat(4, 1)), None) == "delta"  # of few tokens each
+    assert source(dataclasses.replace(x, contract=FMA.key), None) == "delta"
+    assert source(dataclasses.replace(x, beta=torch.ones(x.v.shape[:2])), None) == "delta"
 
-def test_sequences_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize(
+    ("form", "schedule"),
+    [
+        ((torch.float32, False, True, True, 1, 1, 16, 16), schedules.Schedule(16, 16, 4, 1)),
+        ((torch.bfloat16, True, False, True, 1, 1, 16, 16), LINEAR[2]),
+    ],
+)
+def test_sequences_of_one_length(
+    form: tuple[object, ...],
+    schedule: schedules.Schedule | schedules.Linear,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They need no spans, forward and backward."""
-    monkeypatch.setattr(kernels, "choose", lambda *_: schedules.Schedule(16, 16, 4, 1))
-    x = operands((torch.float32, False, True, True, 1, 1, 16, 16))
+    monkeypatch.setattr(kernels, "choose", lambda *_: schedule)
+    x = operands(form)
     tokens = torch.cat([torch.arange(begin, begin + 66) for begin in (2, 77)])
-    q, k, v, g, beta = (t[tokens] for t in (x.q, x.k, x.v, x.g, x.beta))  # type: ignore[index]
-    x = dataclasses.replace(x, q=q, k=k, v=v, g=g, beta=beta, initial=x.initial[:2])  # type: ignore[index]
+    q, k, v, g, beta = (None if t is None else t[tokens] for t in (x.q, x.k, x.v, x.g, x.beta))
+    x = dataclasses.replace(x, q=q, k=k, v=v, g=g, beta=beta, initial=x.initial[:2])  # type: ignore[index,arg-type]
     told = dataclasses.replace(x, spans=torch.tensor([[0, 66], [66, 132]], dtype=torch.int32))
     x = dataclasses.replace(x, spans=torch.empty(2, 0, dtype=torch.int32))
-    got, want = torch.full_like(v, torch.nan), torch.zeros_like(v)
+    got, want = torch.full_like(x.v, torch.nan), torch.zeros_like(x.v)
     reference.forward(told, None, want, None)
-    kernels.forward(x, None, got, None, schedules.Schedule(16, 16, 4, 1))
+    kernels.forward(x, None, got, None, schedule)
     assert_same_bits(got, want)
     for a, b in zip(
         kernels.backward(x, None, want, None, GRADIENTS[0]),
         reference.backward(told, None, want, None),
         strict=True,
     ):
+        assert (a is None) == (b is None)
         if b is not None:
             assert_same_bits(a, b)
 

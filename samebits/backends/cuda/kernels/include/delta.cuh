@@ -81,6 +81,17 @@ __device__ __forceinline__ int sequence_of(const Params& p, int place) {
     return sequence;
 }
 
+// A lane's address for ldmatrix, of 16 x 16 elements: by rows a step's left operand, or, transposed, its right one; by
+// columns the other way around.
+__device__ __forceinline__ u32 by_rows(const Stored* from, int line) {
+    const int lane = threadIdx.x % 32;
+    return shared_address(from + lane % 16 * line + lane / 16 * 8);
+}
+__device__ __forceinline__ u32 by_columns(const Stored* from, int line) {
+    const int lane = threadIdx.x % 32;
+    return shared_address(from + (lane / 16 * 8 + lane % 8) * line + lane / 8 % 2 * 8);
+}
+
 // Two neighbours along k of an operand, rounded and packed.
 template <class T>
 __device__ __forceinline__ u32 pair_of(const T& operand, int row, int k) {

@@ -80,17 +80,6 @@ __device__ __forceinline__ float chain(const Stored* x, const float* y, int size
     return sum;
 }
 
-// A lane's address for ldmatrix, of 16 x 16 elements: by rows a step's left operand, or, transposed, its right one; by
-// columns the other way around.
-__device__ __forceinline__ u32 by_rows(const Stored* from, int line) {
-    const int lane = threadIdx.x % 32;
-    return shared_address(from + lane % 16 * line + lane / 16 * 8);
-}
-__device__ __forceinline__ u32 by_columns(const Stored* from, int line) {
-    const int lane = threadIdx.x % 32;
-    return shared_address(from + (lane / 16 * 8 + lane % 8) * line + lane / 8 % 2 * 8);
-}
-
 // Elements of a chunk's rows by a key's channels: a warp has GROUPS of 16 channels, in one of PARTS of the rows.
 struct Sums {
     static constexpr int PARTS = KEY_SIZE > 64 ? 1 : KEY_SIZE > 32 ? 2 : 4, TALL = CHUNK / 16 / PARTS;

@@ -1,0 +1,97 @@
+// What the kernels of linear attention without the delta rule share: linear_begin.cu, linear_states.cu, linear_rows.cu.
+#pragma once
+
+#define TENSOR_CORE 1
+#define BY_CHANNEL 0
+#include "delta.cuh"
+
+// Of a chunk's rows, for one head. Those that are not there have the last one's sum, and leave nothing.
+struct Decays {
+    float sums[CHUNK];  // from the chunk's start
+    float left[CHUNK];  // what of a row is left at the chunk's end, times its weight
+#if WEIGHTED
+    float weights[CHUNK];
+#endif
+};
+
+struct Params {
+    const Stored *q, *k, *v;
+    const float *g, *weights, *skip, *initial;
+    float *state, *closed;
+    Stored* out;  // float, if `wide`
+    const int* spans;
+    unsigned char* records;
+    // What the kernels leave for each other.
+    int* counts;      // [sequences]: rows of their open chunks that states had; null without states
+    Stored* opened;   // [sequences, heads]: keys and updates of these rows
+    Decays* decays;   // [places, heads]
+    uint4* matrices;  // [places, heads]: those at the chunks' starts, rounded, as right operands of 16 x 16
+    i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, weight_token, weight_head;
+    i64 words;                                          // of a sequence's state
+    int matrix, keys, updates, decays_at, row_weights;  // where they are in it
+    int key_size, size, heads, group, tokens, sequences;
+    int shared, wide;  // heads of a block of linear_rows.cu
+    float scale;
+};
+
+// The chunks of a sequence. The first is the one that its state had opened, even if it was full.
+struct Chunks {
+    int begin, before, rows;  // the first token; rows that the state had; all rows
+
+    __device__ __forceinline__ Chunks(const Params& p, int sequence, int before) : before(before) {
+        const Tokens mine(p.spans, sequence, p.sequences, p.tokens);
+        begin = mine.begin, rows = before + mine.end - mine.begin;
+    }
+    __device__ __forceinline__ int number() const { return (rows + CHUNK - 1) / CHUNK; }
+    __device__ __forceinline__ int count(int chunk) const { return min(rows - chunk * CHUNK, CHUNK); }
+    // The first row of a chunk that is a token of this call.
+    __device__ __forceinline__ int first(int chunk) const { return chunk ? 0 : before; }
+    // The token of row 0, if that were one.
+    __device__ __forceinline__ i64 token(int chunk) const { return i64(begin) - before + i64(chunk) * CHUNK; }
+};
+
+__device__ __forceinline__ int rows_before(const Params& p, int sequence) {
+    return p.counts ? p.counts[sequence] : 0;
+}
+
+// Keys of the rows that a sequence's state had; their updates are behind them.
+__device__ __forceinline__ Stored* opened_keys(const Params& p, int sequence, int head) {
+    return p.opened + (i64(sequence) * p.heads + head) * CHUNK * (p.key_size + p.size);
+}
+__device__ __forceinline__ Stored* opened_updates(const Params& p, int sequence, int head) {
+    return opened_keys(p, sequence, head) + CHUNK * p.key_size;
+}
+
+// Copies rows `first` to `last` - 1, of `size` elements. Those from `count` on are zeros.
+template <int LINE, int WIDTH>
+__device__ __forceinline__ void copy_rows(Stored* to, const Stored* from, i64 line, int first, int last,
+                                          int count, int size) {
+    constexpr int PER = 16 / SIZE, EACH = WIDTH / PER;
+    if ((reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16 == 0) {
+#pragma unroll 4
+        for (int x = first * EACH + threadIdx.x; x < last * EACH; x += THREADS) {
+            const int row = x / EACH, at = x % EACH * PER;
+            const int bytes = row < count ? min(max(size - at, 0) * SIZE, 16) : 0;
+            cp_async_16(shared_address(to + row * LINE + at), bytes ? from + row * line + at : from, bytes);
+        }
+    } else {
+#pragma unroll 1
+        for (int x = first * WIDTH + threadIdx.x; x < last * WIDTH; x += THREADS) {
+            const int row = x / WIDTH, at = x % WIDTH;
+            to[row * LINE + at] = row < count && at < size ? from[row * line + at] : E::narrow(0.0f);
+        }
+    }
+}
+
+// A chunk's rows: up to `first` those that the state had, then tokens.
+template <int LINE, int WIDTH>
+__device__ __forceinline__ void load_rows(Stored* to, const Stored* opened, int opened_line,
+                                          const Stored* given, i64 line, int first, int count, int size) {
+    if (first) copy_rows<LINE, WIDTH>(to, opened, opened_line, 0, first, first, size);
+    copy_rows<LINE, WIDTH>(to, given, line, first, CHUNK, count, size);
+}
+
+__device__ __forceinline__ void load_decays(Decays& to, const Decays& from) {
+    for (int x = threadIdx.x; x < int(sizeof(Decays) / 16); x += THREADS)
+        cp_async_16(shared_address(&to) + x * 16, reinterpret_cast<const uint4*>(&from) + x);
+}

@@ -1,0 +1,184 @@
+// Linear attention without the delta rule, the second of three launches: the matrix at each chunk's start.
+//
+// docs/contract.md, "Recurrent layers", has the sums. Nothing but this is in a row. A block takes 16 columns of values for
+// each of its warps, and KEY_TILE channels of keys, of one head in one sequence. It holds the matrix, transposed, in
+// registers, and goes through the chunks in order, of which STAGES - 1 are on their way to shared memory.
+//
+// Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2, WEIGHTED and KEEP are those of delta.cu.
+//   KEY_TILE  channels of a block, a multiple of 16
+//   STAGES    chunks in shared memory
+
+#include "linear.cuh"
+
+constexpr int TILE = 16 * WARPS, WIDE = KEY_TILE / 16;
+constexpr int KEY_STEPS = KEY_SIZE / 16, KEY_TILES = (KEY_SIZE + KEY_TILE - 1) / KEY_TILE;
+constexpr int LINE = KEY_TILE + PAD, VALUES = TILE + PAD;  // of rows in shared memory, in elements
+
+struct Memory {
+    Stored keys[STAGES][CHUNK * LINE], values[STAGES][CHUNK * VALUES];
+    Decays decays[STAGES];
+};
+
+// A warp's part of the matrix: 16 columns of values by the block's channels of keys.
+struct Part {
+    float c[WIDE][2][4];
+    int first_key, first_column;
+
+    // Calls `f` with each element's channel and column.
+    template <class F>
+    __device__ __forceinline__ void each(const F& f) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int x = 0; x < WIDE * 2; ++x)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                f(first_key + x * 8 + lane % 4 * 2 + i % 2, first_column + lane / 4 + i / 2 * 8,
+                  c[x / 2][x % 2][i]);
+    }
+
+    __device__ __forceinline__ void read(const Params& p, const float* from) {
+        each([&](int d, int e, float& s) {
+            s = from && d < p.key_size && e < p.size ? from[i64(d) * p.size + e] : 0.0f;
+        });
+    }
+
+    __device__ __forceinline__ void write(const Params& p, float* to, bool canonical) {
+        each([&](int d, int e, float& s) {
+            if (d < p.key_size && e < p.size)
+                to[i64(d) * p.size + e] = canonical ? contract::canonical(s) : s;
+        });
+    }
+
+    // Rounded, as linear_rows.cu takes it.
+    __device__ __forceinline__ void write_rounded(uint4* to) const {
+#pragma unroll
+        for (int x = 0; x < WIDE; ++x) {
+            const int step = first_key / 16 + x;
+            const auto pair = [&](int half, int i) { return E::pack(c[x][half][i], c[x][half][i + 1]); };
+            if (KEY_SIZE % KEY_TILE == 0 || step < KEY_STEPS)
+                to[step * 32 + threadIdx.x % 32] = make_uint4(pair(0, 0), pair(1, 0), pair(0, 2), pair(1, 2));
+        }
+    }
+
+    // To the matrix at the chunk's end.
+    __device__ __forceinline__ void close(const Stored* keys, const Stored* values, const Decays& decays) {
+        const float kept = exp2_of(decays.sums[CHUNK - 1]);
+        each([&](int, int, float& s) { s = __fmul_rn(s, kept); });
+#pragma unroll
+        for (int j = 0; j < CHUNK; j += 16) {
+            u32 updates[4];
+            ldmatrix_x4<true>(updates, by_columns(values + j * VALUES, VALUES));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* left = decays.left + j + i / 2 * 8 + threadIdx.x % 4 * 2;
+                updates[i] = E::pack(__fmul_rn(E::widen(u16(updates[i])), left[0]),
+                                     __fmul_rn(E::widen(u16(updates[i] >> 16)), left[1]));
+            }
+#pragma unroll
+            for (int x = 0; x < WIDE; ++x) {
+                u32 right[4];
+                ldmatrix_x4<true>(right, by_rows(keys + j * LINE + x * 16, LINE));
+                mma_m16n8k16<TYPE == BF16>(c[x][0], updates, right);
+                mma_m16n8k16<TYPE == BF16>(c[x][1], updates, right + 2);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_states(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    Memory& m = *reinterpret_cast<Memory*>(bytes);
+    const int warp = threadIdx.x / 32, head = blockIdx.y, sequence = blockIdx.z;
+    const int first_key = blockIdx.x % KEY_TILES * KEY_TILE, first_column = blockIdx.x / KEY_TILES * TILE;
+    const Chunks mine(p, sequence, rows_before(p, sequence));
+    const int chunks = mine.number(), full = mine.before / CHUNK;  // which records leave out
+    const int value_steps = (p.size + 15) / 16;
+    const i64 place = first_chunk(mine.begin, sequence), own = i64(head) * p.key_size * p.size;
+    float* state = p.state ? p.state + sequence * p.words : nullptr;
+    const bool updates_state = state && !KEEP && mine.rows > mine.before;
+
+    const Stored* k = p.k + head / p.group * p.k_head + first_key;
+    const Stored* v = p.v + head * p.v_head + first_column;
+    const auto load = [&](int chunk) {
+        const int stage = chunk % STAGES, first = mine.first(chunk), count = mine.count(chunk);
+        const i64 token = mine.token(chunk);
+        load_rows<LINE, KEY_TILE>(m.keys[stage], opened_keys(p, sequence, head) + first_key, p.key_size,
+                                  k + token * p.k_token, p.k_token, first, count, p.key_size - first_key);
+        load_rows<VALUES, TILE>(m.values[stage], opened_updates(p, sequence, head) + first_column, p.size,
+                                v + token * p.v_token, p.v_token, first, count, p.size - first_column);
+        load_decays(m.decays[stage], p.decays[(place + chunk) * p.heads + head]);
+    };
+
+    Part part;
+    part.first_key = first_key, part.first_column = first_column + warp * 16;
+    const i64 of_sequence = sequence * i64(p.heads) * p.key_size * p.size + own;
+    part.read(p, state ? state + p.matrix + own : p.initial ? p.initial + of_sequence : nullptr);
+
+    const int loads = KEEP || p.closed ? chunks : chunks - 1;
+    for (int chunk = 0; chunk < STAGES - 1; ++chunk) {
+        if (chunk < loads) load(chunk);
+        cp_async_commit();
+    }
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        const int stage = chunk % STAGES;
+#if KEEP
+        const Record record(p.records, (place + chunk - full) * p.heads + head, p.key_size, p.size);
+        if (chunk >= full) part.write(p, record.matrix, false);
+#else
+        if (part.first_column < p.size)
+            part.write_rounded(p.matrices +
+                               (((place + chunk) * p.heads + head) * value_steps + part.first_column / 16) *
+                                   KEY_STEPS * 32);
+        if (updates_state && chunk && chunk == chunks - 1) part.write(p, state + p.matrix + own, false);
+#endif
+        if (chunk >= loads) break;
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        if (chunk + STAGES - 1 < loads) load(chunk + STAGES - 1);
+        cp_async_commit();
+#if KEEP
+        const int count = chunk >= full ? mine.count(chunk) : 0;
+        for (int x = threadIdx.x; first_key == 0 && x < count * TILE; x += THREADS) {
+            const int i = x / TILE, e = first_column + x % TILE;
+            if (e >= p.size) continue;
+            const Stored update = m.values[stage][i * VALUES + x % TILE];
+            record.updates[i * p.size + e] = update;
+#if WEIGHTED
+            record.z[i * p.size + e] = E::widen(update);
+#endif
+        }
+        for (int x = threadIdx.x; first_column == 0 && x < count * KEY_TILE; x += THREADS) {
+            const int i = x / KEY_TILE, d = first_key + x % KEY_TILE;
+            if (d < p.key_size) record.keys[i * p.key_size + d] = m.keys[stage][i * LINE + x % KEY_TILE];
+        }
+#endif
+        if (chunk < chunks - 1 || p.closed)
+            part.close(m.keys[stage], m.values[stage] + warp * 16, m.decays[stage]);
+    }
+    if (p.closed) part.write(p, p.closed + of_sequence, true);
+    if (!updates_state) return;
+
+    // The rows of the chunk that stays open. All blocks have those that were there from linear_begin.cu.
+    const int last = chunks - 1, first = mine.first(last), count = mine.count(last);
+    const i64 token = mine.token(last);
+    Stored* keys = reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * p.key_size + first_key;
+    Stored* updates =
+        reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * p.size + first_column;
+    for (int x = first * TILE + threadIdx.x; first_key == 0 && x < count * TILE; x += THREADS) {
+        const int i = x / TILE, e = x % TILE;
+        if (first_column + e < p.size) updates[i * p.size + e] = v[(token + i) * p.v_token + e];
+    }
+    for (int x = first * KEY_TILE + threadIdx.x; first_column == 0 && x < count * KEY_TILE; x += THREADS) {
+        const int i = x / KEY_TILE, d = x % KEY_TILE;
+        if (first_key + d < p.key_size) keys[i * p.key_size + d] = k[(token + i) * p.k_token + d];
+    }
+    if (blockIdx.x) return;
+    const Decays& decays = p.decays[(place + last) * p.heads + head];
+    for (int i = first + threadIdx.x; i < count; i += THREADS) {
+        state[p.decays_at + head * CHUNK + i] = decays.sums[i];
+#if WEIGHTED
+        state[p.row_weights + head * CHUNK + i] = decays.weights[i];
+#endif
+    }
+    if (head == 0 && threadIdx.x == 0) state[0] = float(count);
+}
