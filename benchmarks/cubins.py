@@ -38,6 +38,7 @@ from samebits.backends.cuda import (
     compiler,
     delta,
     delta_schedules,
+    embeddings,
     exchange,
     exp2,
     gated,
@@ -352,7 +353,11 @@ def whole_files() -> Iterator[Kernel]:
                 yield rows.long_spec(x, out, vector), arch
         for grad, out, of in ((F16, BF16, F32), (BF16, F16, None), (F32, F32, BF16)):
             for vector in (1, 16 // grad.itemsize):
-                yield columns.kernel_spec("column_sums", grad, out, of, vector=vector), arch
+                yield columns.kernel_spec(grad, out, of, vector=vector), arch
+        for grad, out in ((F16, F16), (BF16, BF16), (F32, F32)):
+            for vector in (1, 16 // grad.itemsize):
+                for entry in ("embedding_backward", "embedding_many", "embedding_few"):
+                    yield embeddings.kernel_spec(entry, grad, out, vector), arch
         for x, param, sums in ((F32, BF16, F16), (BF16, F32, F32), (F16, F16, BF16)):
             for n in (1000, 4096, 5120, 8192):
                 s = norm_gradients.choose(n, x.itemsize)

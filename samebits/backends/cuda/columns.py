@@ -10,16 +10,9 @@ from samebits.backends.cuda.operands import TYPES, address, with_rows
 
 _FEW = 6144  # columns with which shared memory has room to copy further ahead
 _ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
-_MOST_BESIDE = 65_535  # blocks in a grid's second dimension
-_MANY = 16  # tokens with one id, beyond which warps share its row
-
-# The parameter structs of columns.cu.
-_PARAMS = {"column_sums": "PPPPPPqqqq", "embedding_backward": "PPPPPqqqq", "embedding_many": "PPPPPqqqq"}
-_THREADS = {"embedding_backward": 256, "embedding_many": 32}
 
 
 def kernel_spec(
-    entry: str,
     grad: torch.dtype,
     out: torch.dtype,
     x: torch.dtype | None = None,
@@ -29,18 +22,15 @@ def kernel_spec(
     columns: int = 16,
     tokens: int = 32,
 ) -> compiler.KernelSpec:
-    """A kernel of columns.cu."""
+    """The kernel of columns.cu."""
     types = ("GRAD", TYPES[grad]), ("X", TYPES[x]), ("OUT", TYPES[out])
-    if entry in _THREADS:
-        block, smem, producers = _THREADS[entry], 0, 1
-    else:
-        of_x, chains = (0, columns) if x is None else (x.itemsize, 2 * columns)
-        copied = columns * (grad.itemsize + of_x) + (0 if x is None else 8)  # of a token; its mean and scale
-        producers = 8 if max(grad.itemsize, of_x) == 2 else 6  # what fits into shared memory several times
-        block, smem = 32 * (producers + 1), producers * (depth * tokens * copied + chains * (tokens + 4) * 4)
+    of_x, chains = (0, columns) if x is None else (x.itemsize, 2 * columns)
+    copied = columns * (grad.itemsize + of_x) + (0 if x is None else 8)  # of a token; its mean and scale
+    producers = 8 if max(grad.itemsize, of_x) == 2 else 6  # what fits into shared memory several times
+    block, smem = 32 * (producers + 1), producers * (depth * tokens * copied + chains * (tokens + 4) * 4)
     constants = *types, ("VECTOR", vector), ("PRODUCERS", producers), ("DEPTH", depth), ("COLUMNS", columns)
     return compiler.KernelSpec(
-        *("columns.cu", entry, _PARAMS[entry], (*constants, ("TOKENS", tokens), ("MANY", _MANY))),
+        *("columns.cu", "column_sums", "PPPPPPqqqq", (*constants, ("TOKENS", tokens))),
         block=block,
         smem=smem,
     )
@@ -69,7 +59,7 @@ def sums(
     device = grad.get_device()
     columns, tokens = _shape_of_block(n, 32 if x is None else 16, device)
     kernel = _kernel(
-        *(device, "column_sums", grad.dtype, out.dtype, x_dtype),
+        *(device, grad.dtype, out.dtype, x_dtype),
         vector=1 if low & 15 else 16 // size,
         depth=1 + (n <= _FEW),
         columns=columns,
@@ -90,26 +80,3 @@ def _shape_of_block(n: int, most: int, device: int) -> tuple[int, int]:
             if columns <= most and -(-n // columns) <= info.sm_count:
                 return columns, 64
     return most, 32
-
-
-def sums_by_id(grad: Tensor, ids: Tensor, out: Tensor, padding: int) -> None:
-    """Sums into ``out[count, n]`` of the rows of ``grad[tokens, n]`` with each id; zeros for `padding`."""
-    if out.numel() == 0:
-        return
-    grad = with_rows(grad)
-    count = len(out)
-    by_id, tokens = ids.sort(stable=True)
-    starts = torch.searchsorted(by_id, torch.arange(count + 1, device=ids.device))
-    low = grad.data_ptr() | (grad.stride(0) | grad.shape[1]) * grad.itemsize
-    vector = 1 if low & 15 else 16 // grad.itemsize
-    grids = {"embedding_backward": (count, 1, 1)}
-    if len(ids) > _MANY:
-        warps = -(-grad.shape[1] // (32 * vector))
-        grids["embedding_many"] = -(-len(ids) // _MANY), min(warps, _MOST_BESIDE), 1
-    for entry, grid in grids.items():
-        kernel = _kernel(grad.get_device(), entry, grad.dtype, out.dtype, vector=vector, columns=32)
-        kernel.launch(
-            grid,
-            *(t.data_ptr() for t in (grad, by_id, tokens, starts, out)),
-            *(grad.stride(0), grad.shape[1], count, padding),
-        )

@@ -1,8 +1,8 @@
 """Row reductions on CUDA tensors.
 
 Most are in ``kernels/rows.cu``. ``kernels/long_sums.cu`` sums few long rows; :mod:`columns` sums over tokens,
-:mod:`slots` over few terms; :mod:`norm_gradients` computes all gradients of a norm; :mod:`add_rms_norm`
-has norms with a residual sum.
+:mod:`embeddings` over those with one id, :mod:`slots` over few terms; :mod:`norm_gradients` computes all
+gradients of a norm; :mod:`add_rms_norm` has norms with a residual sum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends import replay
-from samebits.backends.cuda import columns, compiler, devices, gather, runtime
+from samebits.backends.cuda import columns, compiler, devices, embeddings, gather, runtime
 from samebits.backends.cuda import norm_gradients as together
 from samebits.backends.cuda.operands import TYPES, address, with_rows
 from samebits.backends.cuda.plans import kept
@@ -428,7 +428,7 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
 def embedding_backward(grad: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
     """Gradients ``[count, n]`` of an embedding's rows from ``grad[tokens, n]`` and ``ids[tokens]``."""
     out = runtime.empty((count, grad.shape[1]), grad.dtype, grad.get_device())
-    columns.sums_by_id(grad, ids, out, padding)
+    embeddings.sums_by_id(grad, ids, out, padding)
     return out
 
 

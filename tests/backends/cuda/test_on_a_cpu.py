@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import gated, norm_rotary
+from samebits.backends.cuda import embeddings, gated, norm_rotary
 from samebits.backends.reference import fused as reference
+from samebits.backends.reference import rows as reference_rows
 from samebits.testing import assert_same_bits, values
 from tests.support import host_kernels
 
@@ -84,3 +85,18 @@ def test_norm_rotary(
     for offset, once in ((0.0, False), (1.0, True)):
         for got, want in zip(run(norm_rotary, offset, once), run(reference, offset, once), strict=True):
             assert_same_bits(got, want, f"{offset} {once}")
+
+
+@pytest.mark.parametrize("unsorted", [0, 512])
+@pytest.mark.parametrize(("dtype", "n"), [(BF16, 264), (F32, 35)])
+def test_embeddings(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, unsorted: int) -> None:
+    """Ids that no other token has, that many have, and of padding."""
+    host_kernels.use(monkeypatch, embeddings)
+    monkeypatch.setattr(embeddings, "_UNSORTED", unsorted)
+    grad = values("special", (70, n), dtype, 1)
+    ids = torch.randint(9, (70,), generator=torch.Generator().manual_seed(1))
+    ids[[0, 33, 69]], ids[1::2] = torch.tensor([11, 12, 11]), 5
+    for padding in (-1, 3):
+        got = torch.full((14, n), torch.nan, dtype=dtype)
+        embeddings.sums_by_id(grad, ids, got, padding)
+        assert_same_bits(got, reference_rows.embedding_backward(grad, ids, 14, padding))

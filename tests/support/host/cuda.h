@@ -66,6 +66,19 @@ inline float __shfl_xor_sync(unsigned, float x, int distance) {
 }
 inline float __shfl_sync(unsigned, float x, int lane) { return told_by(x, lane); }
 inline int __shfl_sync(unsigned, int x, int lane) { return __float_as_int(told_by(__int_as_float(x), lane)); }
+inline long long __shfl_sync(unsigned, long long x, int lane) {
+    float halves[2];
+    __builtin_memcpy(halves, &x, 8);
+    for (float& half : halves) half = told_by(half, lane);
+    __builtin_memcpy(&x, halves, 8);
+    return x;
+}
+inline unsigned __ballot_sync(unsigned, bool x) {
+    unsigned found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= unsigned(told_by(float(x), lane)) << lane;
+    return found;
+}
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 
 template <class T>
 inline T min(T a, T b) {

@@ -5,8 +5,6 @@
 // copies its stages into shared memory, widens and normalises them, by itself. The last warp adds them up: a lane
 // carries one chain, of a column's gradients or of its products. It waits for nothing but the stage that is next,
 // so a token costs little more than one addition's latency.
-// embedding_backward: a block takes a row of the embedding, a thread some columns. embedding_many: a warp takes
-// some columns of a row with many tokens.
 //
 // Macros
 //   GRAD     type of the summed values: F32, BF16 or F16
@@ -16,7 +14,6 @@
 //   PRODUCERS, DEPTH  warps of column_sums beside the last one, and stages that each copies ahead
 //   COLUMNS           of a block: 8 or 16, or 32 where there is no x
 //   TOKENS            of a stage: 32, or more where a block has a multiprocessor to itself
-//   MANY     tokens with one id, beyond which its row is embedding_many's
 
 #ifndef X
 #error "X is needed: #if takes a missing macro for 0"
@@ -267,99 +264,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         p.product[column + c] = Out::narrow(contract::canonical(__fadd_rn(chain, 0.0f)));
     else
         p.sum[column + c] = Out::narrow(contract::canonical(chain));
-}
-
-constexpr int EMBEDDING_THREADS = 256;
-
-struct EmbeddingParams {
-    const Grad::Stored* grad;
-    const i64 *ids, *tokens, *starts;  // sorted; their tokens, ascending within an id; where each id's begin
-    Out::Stored* out;
-    i64 grad_row, n, count;
-    i64 padding;
-};
-
-__device__ __forceinline__ void store(const EmbeddingParams& p, i64 id, i64 column,
-                                      const float (&sums)[VECTOR]) {
-#pragma unroll
-    for (int j = 0; j < VECTOR; j += VECTOR > 1 ? 2 : 1) {
-        Out::Stored* to = p.out + id * p.n + column + j;
-        if constexpr (VECTOR > 1)
-            Out::store_pair(to, contract::canonical(sums[j]), contract::canonical(sums[j + 1]));
-        else
-            *to = Out::narrow(contract::canonical(sums[j]));
-    }
-}
-
-// Some columns of a token's gradients.
-struct Part {
-    alignas(16) Grad::Stored entries[VECTOR];
-
-    __device__ __forceinline__ void read(const Grad::Stored* from) {
-        if constexpr (VECTOR > 1)
-            *reinterpret_cast<uint4*>(entries) = *reinterpret_cast<const uint4*>(from);
-        else
-            entries[0] = *from;
-    }
-
-    __device__ __forceinline__ void add_to(float (&sums)[VECTOR]) const {
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) sums[j] = __fadd_rn(sums[j], Grad::widen(entries[j]));
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_backward(const __grid_constant__ EmbeddingParams p) {
-    const i64 id = blockIdx.x;
-    const i64 first = p.starts[id], last = id == p.padding ? first : p.starts[id + 1];
-    if (last - first > MANY) return;
-    for (i64 column = i64(threadIdx.x) * VECTOR; column < p.n; column += EMBEDDING_THREADS * VECTOR) {
-        float sums[VECTOR] = {};
-        for (i64 i = first; i < last; ++i) {
-            Part row;
-            row.read(p.grad + p.tokens[i] * p.grad_row + column);
-            row.add_to(sums);
-        }
-        store(p, id, column, sums);
-    }
-}
-
-// Of MANY tokens, read while those before them are added.
-struct Parts {
-    Part parts[MANY];
-
-    // Lane i has the token i, of `count`. Zeros beyond them change nothing.
-    __device__ __forceinline__ void read(i64 token, i64 count, i64 column, const EmbeddingParams& p) {
-#pragma unroll
-        for (int i = 0; i < MANY; ++i) {
-            const i64 at = __shfl_sync(0xFFFFFFFF, token, i) * p.grad_row + column;
-            parts[i] = {};
-            if (i < count && column < p.n) parts[i].read(p.grad + at);
-        }
-    }
-};
-
-// A warp takes some columns of a row whose chain is long. Its tokens hold a place that is a multiple of MANY.
-extern "C" __global__ void __launch_bounds__(32) embedding_many(const __grid_constant__ EmbeddingParams p) {
-    const i64 place = i64(blockIdx.x) * MANY, id = p.ids[place];
-    if (id < 0 || id >= p.count || id == p.padding) return;
-    const i64 first = p.starts[id], last = p.starts[id + 1];
-    if (last - first <= MANY || place - first >= MANY) return;  // few, or another warp's
-    const auto token = [&](i64 i) { return i + threadIdx.x < last ? p.tokens[i + threadIdx.x] : 0; };
-    for (i64 left = i64(blockIdx.y) * 32 * VECTOR; left < p.n; left += i64(gridDim.y) * 32 * VECTOR) {
-        const i64 column = left + threadIdx.x * VECTOR;
-        float sums[VECTOR] = {};
-        Parts here;
-        here.read(token(first), last - first, column, p);
-        i64 coming = token(first + MANY);
-        for (i64 i = first; i < last; i += MANY) {
-            Parts next;
-            next.read(coming, last - i - MANY, column, p);
-            coming = token(i + 2 * MANY);
-#pragma unroll
-            for (int j = 0; j < MANY; ++j) here.parts[j].add_to(sums);
-            here = next;
-        }
-        if (column < p.n) store(p, id, column, sums);
-    }
 }
