@@ -54,6 +54,7 @@ from samebits.backends.cuda import (
     rotary,
     rows,
     rsqrt,
+    selective_scan,
     slots,
     state_space,
     vector_norm,
@@ -438,6 +439,13 @@ def recurrent_layers() -> Iterator[Kernel]:
         yield spec(F16, size, own, one, step=True, softplus=True, dt=x, gate=F32), HOPPER
         for aligned in (False, True):
             yield state_space.backward_spec(x, x, size, own, aligned), HOPPER
+    types = (BF16, F16, F32), (F32, F32, None)
+    for (x, steps, gate), size, flag in itertools.product(types, (5, 16, 128), (False, True)):
+        form = selective_scan.Form(x, steps, gate, x, size, flag, not flag, flag, flag, not flag, flag)
+        for schedule in selective_scan.catalogue(size):
+            yield selective_scan.kernel_spec(form, schedule, flag), archs[next(n) % len(archs)]
+        yield selective_scan.gradients_spec(form), HOPPER
+        yield selective_scan.sums_spec(x, size, 2), archs[next(n) % len(archs)]
     rules = itertools.product((False, True), ("none", "delta", "weighted"))
     for x, (by_channel, rule) in itertools.product((BF16, F32), rules):
         if by_channel and rule == "weighted":

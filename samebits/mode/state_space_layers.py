@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from samebits.mode.exchanged import in_module, under_the_mode
 from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
-from samebits.ops.state_space import selective_scan, selective_state_update, ssd
+from samebits.ops.selective_scan import selective_scan
+from samebits.ops.state_space import selective_state_update, ssd
 
 __all__ = ["called"]
 

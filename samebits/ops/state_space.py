@@ -16,12 +16,11 @@ from samebits.ops._memory import check_written
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._packed import check_packed, offsets_of
 from samebits.ops._rows import rounded
+from samebits.ops._state_space import check_sizes, dimensions, expect
 from samebits.ops.activation import activation
 from samebits.ops.expand import expand
 
-__all__ = ["selective_scan", "selective_state_update", "ssd"]
-
-MOST_STATES = 256
+__all__ = ["selective_state_update", "ssd"]
 
 
 def ssd(
@@ -79,19 +78,19 @@ def ssd(
     Gradients of all tensors are implemented, second derivatives are not.
     """
     check_tensors("ssd", x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states)
-    batch, tokens, heads, size = _dimensions("ssd", "x", x, "[batch, T, heads, P]")
-    groups, states = _dimensions("ssd", "B", B, "[batch, T, groups, N]")[2:]
-    _expect("ssd", "dt", dt, (batch, tokens, heads))
-    _expect("ssd", "A", A, (heads,))
-    _expect("ssd", "B", B, (batch, tokens, groups, states))
-    _expect("ssd", "C", C, (batch, tokens, groups, states))
-    _expect("ssd", "D", D, (heads,), (heads, size))
-    _expect("ssd", "z", z, tuple(x.shape))
-    _expect("ssd", "dt_bias", dt_bias, (heads,))
+    batch, tokens, heads, size = dimensions("ssd", "x", x, "[batch, T, heads, P]")
+    groups, states = dimensions("ssd", "B", B, "[batch, T, groups, N]")[2:]
+    expect("ssd", "dt", dt, (batch, tokens, heads))
+    expect("ssd", "A", A, (heads,))
+    expect("ssd", "B", B, (batch, tokens, groups, states))
+    expect("ssd", "C", C, (batch, tokens, groups, states))
+    expect("ssd", "D", D, (heads,), (heads, size))
+    expect("ssd", "z", z, tuple(x.shape))
+    expect("ssd", "dt_bias", dt_bias, (heads,))
     check_packed("ssd", x, tokens, seq_idx, cu_seqlens, initial_states is not None or return_final_states)
-    _check_sizes("ssd", heads, groups, states)
+    check_sizes("ssd", heads, groups, states)
     rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    _expect("ssd", "initial_states", initial_states, (rows, heads, size, states))
+    expect("ssd", "initial_states", initial_states, (rows, heads, size, states))
     skip = None
     if D is not None:
         wide = D.to(torch.float32)
@@ -110,85 +109,6 @@ def ssd(
     )
     y = y.view(x.shape)
     return (y, after.view(rows, heads, size, states)) if return_final_states else y
-
-
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    *,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The scan of Mamba, as ``selective_scan_fn`` of ``mamba-ssm``. For each channel d, with its group::
-
-        r_t = softplus(delta_t + delta_bias)                       # without delta_softplus: the sum alone
-        S_t[n] = exp(r_t A[n]) S_(t-1)[n] + r_t u_t B_t[n]
-        y_t = sum over n of S_t[n] C_t[n] + D u_t,    times silu(z_t) where there is a z
-
-    It is :func:`ssd` with a decay for each state, and has its order of sums and its properties.
-
-    Args:
-        u: ``[batch, channels, T]``; bfloat16, float16 or float32, any strides.
-        delta: like `u`.
-        A: ``[channels, N]``, N <= 256.
-        B, C: ``[batch, N, T]`` or ``[batch, groups, N, T]``.
-        D, delta_bias: ``[channels]``.
-        z: like `u`.
-        delta_softplus: see above.
-        return_last_state: return the states after the last tokens, too.
-        initial_state: ``[batch, channels, N]``, with `cu_seqlens` ``[sequences, channels, N]``. None: zeros.
-        seq_idx, cu_seqlens: as there.
-
-    Returns:
-        ``[batch, channels, T]`` in the dtype of `u`; with `return_last_state` also the states, float32.
-
-    Raises:
-        As :func:`ssd`.
-    """
-    op, tensors = "selective_scan", {"u": u, "delta": delta, "A": A, "B": B, "C": C}
-    check_tensors(op, **tensors, D=D, z=z, delta_bias=delta_bias, initial_state=initial_state)
-    if u.ndim != 3 or A.ndim != 2:
-        raise ValueError(
-            f"samebits.{op}: u, A: expected [batch, channels, T] and [channels, N], got {shape(u)} and"
-            f" {shape(A)}"
-        )
-    (batch, channels, tokens), states = u.shape, A.shape[1]
-    B, C = (t[:, None] if t.ndim == 3 else t for t in (B, C))
-    groups = _dimensions(op, "B", B, "[batch, N, T] or [batch, groups, N, T]")[1]
-    _expect(op, "delta", delta, (batch, channels, tokens))
-    _expect(op, "A", A, (channels, states))
-    _expect(op, "B", B, (batch, groups, states, tokens))
-    _expect(op, "C", C, (batch, groups, states, tokens))
-    _expect(op, "D", D, (channels,))
-    _expect(op, "z", z, (batch, channels, tokens))
-    _expect(op, "delta_bias", delta_bias, (channels,))
-    check_packed(op, u, tokens, seq_idx, cu_seqlens, initial_state is not None or return_last_state)
-    _check_sizes(op, channels, groups, states)
-    rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    _expect(op, "initial_state", initial_state, (rows, channels, states))
-    y, after = _scanned(
-        u.transpose(1, 2).flatten(0, 1),
-        _steps(delta.transpose(1, 2), delta_bias, delta_softplus, None).flatten(0, 1),
-        A.to(torch.float32),
-        B.permute(0, 3, 1, 2).flatten(0, 1),
-        C.permute(0, 3, 1, 2).flatten(0, 1),
-        None if D is None else D.to(torch.float32),
-        None if initial_state is None else initial_state.to(torch.float32),
-        offsets_of(batch, tokens, seq_idx, cu_seqlens, u),
-        True,
-        None if z is None else z.transpose(1, 2).flatten(0, 1),
-    )
-    y = y.view(batch, tokens, channels).transpose(1, 2)
-    return (y, after) if return_last_state else y
 
 
 def selective_state_update(
@@ -234,16 +154,16 @@ def selective_state_update(
             f" P, N] and [batch, heads, P], got {shape(state)} and {shape(x)}"
         )
     B, C = (t[:, None] if t.ndim == 2 else t for t in (B, C))
-    groups = _dimensions(op, "B", B, "[batch, N] or [batch, groups, N]")[1]
+    groups = dimensions(op, "B", B, "[batch, N] or [batch, groups, N]")[1]
     of_channels, states = tuple(x.shape[1:]), state.shape[-1]
-    _expect(op, "dt", dt, tuple(x.shape))
-    _expect(op, "A", A, (*of_channels, states))
-    _expect(op, "B", B, (len(x), groups, states))
-    _expect(op, "C", C, (len(x), groups, states))
-    _expect(op, "D", D, of_channels)
-    _expect(op, "z", z, tuple(x.shape))
-    _expect(op, "dt_bias", dt_bias, of_channels)
-    _check_sizes(op, of_channels[0], groups, states)
+    expect(op, "dt", dt, tuple(x.shape))
+    expect(op, "A", A, (*of_channels, states))
+    expect(op, "B", B, (len(x), groups, states))
+    expect(op, "C", C, (len(x), groups, states))
+    expect(op, "D", D, of_channels)
+    expect(op, "z", z, tuple(x.shape))
+    expect(op, "dt_bias", dt_bias, of_channels)
+    check_sizes(op, of_channels[0], groups, states)
     heads = x.ndim == 3 and not any(A.stride()[1:]) and (dt.stride(2), x.shape[2]) != (1, 0)
     heads = heads and dt.stride(2) == 0 and (dt_bias is None or dt_bias.stride(1) == 0)
     if heads:  # one step and one decay for all channels of a head
@@ -264,25 +184,6 @@ def selective_state_update(
     if moved.data_ptr() != state.data_ptr():  # its heads and channels are no one dimension
         state.copy_(moved.view(state.shape))
     return y.view(x.shape)
-
-
-def _dimensions(op: str, name: str, t: Tensor, expected: str) -> tuple[int, ...]:
-    if t.ndim != expected.rpartition("[")[2].count(",") + 1:
-        raise ValueError(f"samebits.{op}: {name}: expected {expected}, got shape {shape(t)}")
-    return tuple(t.shape)
-
-
-def _expect(op: str, name: str, t: Tensor | None, *shapes: tuple[int, ...]) -> None:
-    if t is not None and tuple(t.shape) not in shapes:
-        wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"samebits.{op}: {name}: expected shape {wanted}, got {shape(t)}")
-
-
-def _check_sizes(op: str, heads: int, groups: int, states: int) -> None:
-    if groups < 1 or heads % groups:
-        raise ValueError(f"samebits.{op}: B: expected groups that divide {heads}, got {groups}")
-    if not 1 <= states <= MOST_STATES:
-        raise ValueError(f"samebits.{op}: B: expected a state N of 1 to {MOST_STATES}, got {states}")
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None) -> Tensor:

@@ -111,17 +111,26 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     def of_gradients(_: int, *args: Any, **options: Any) -> HostKernel:
         return HostKernel(host.gradients_spec(*args, **options))
 
+    def sums(_: int, *args: Any, **options: Any) -> HostKernel:
+        return HostKernel(host.sums_spec(*args, **options))
+
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype)
 
     def prepare(_: int, *args: Any, **options: Any) -> HostKernel:
         return HostKernel(host.prepare_spec(*args, **options))
 
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype)
+
     monkeypatch.setattr(host, "_kernel", kernel)
     if hasattr(host, "_prepare_kernel"):
         monkeypatch.setattr(host, "_prepare_kernel", prepare)
     if hasattr(host, "_gradients_kernel"):
         monkeypatch.setattr(host, "_gradients_kernel", of_gradients)
+    if hasattr(host, "_sums_kernel"):
+        monkeypatch.setattr(host, "_sums_kernel", sums)
     if hasattr(host, "_step_kernel"):
         monkeypatch.setattr(host, "_step_kernel", step)
     monkeypatch.setattr(runtime, "empty", empty)
+    monkeypatch.setattr(runtime, "zeros", zeros)

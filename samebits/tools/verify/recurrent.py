@@ -13,7 +13,8 @@ from torch import Tensor
 
 from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
 from samebits.ops.delta_rule import gated_delta_rule, kda, lightning_attention
-from samebits.ops.state_space import selective_scan, selective_state_update, ssd
+from samebits.ops.selective_scan import selective_scan
+from samebits.ops.state_space import selective_state_update, ssd
 from samebits.testing import KINDS, values
 
 Results = tuple[Tensor, ...]
@@ -168,11 +169,16 @@ def _gradients_of_channels(
     u: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, bias: Tensor
 ) -> Results:
     with torch.enable_grad():
-        u, A, b, c, D = (t.detach().requires_grad_() for t in (u, A, b, c, D))
-        delta = delta.to(torch.float32).abs().detach().requires_grad_()
-        y = selective_scan(u, delta, A, b, c, D)
+        u, delta, A, b, c, D, gate, bias = (
+            t.detach().requires_grad_() for t in (u, delta, A, b, c, D, z, bias)
+        )
+        y = selective_scan(u, delta, A, b, c, D, gate, bias, True)
+        steps = delta.detach().to(torch.float32).abs().requires_grad_()
+        plain = selective_scan(u, steps, A, b, c)
         assert isinstance(y, Tensor)
-        return torch.autograd.grad(y, [u, delta, A, b, c, D], z)
+        assert isinstance(plain, Tensor)
+        found = torch.autograd.grad(y, [u, delta, A, b, c, D, gate, bias], z)
+        return *found, *torch.autograd.grad(plain, [u, steps, A, b, c], z)
 
 
 def delta_rules(times: int) -> Iterator[tuple[str, str, Any, Any]]:
@@ -291,18 +297,24 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
 
 
 def _scheduled(run: Callable[..., Results]) -> Callable[..., Results]:
-    """`run`, whose scan has the schedule of this place, as far as its states have so many."""
+    """`run`, whose scans have the schedule of this place, as far as there are so many."""
 
     def call(*operands: Tensor, schedule: int | None = None) -> Results:
         if schedule is None:
             return run(*operands)
-        from samebits.backends.cuda import state_space
+        from samebits.backends.cuda import selective_scan, state_space
 
         def chosen(size: int, own: bool, *_: int) -> state_space.Scan:
             found = state_space.schedules(size, own)
             return found[min(schedule, len(found) - 1)]
 
-        with mock.patch.object(state_space, "choose", chosen):
+        def chosen_of_channels(size: int, *_: int) -> selective_scan.ChannelScan:
+            return selective_scan.catalogue(size)[schedule]
+
+        with (
+            mock.patch.object(state_space, "choose", chosen),
+            mock.patch.object(selective_scan, "choose", chosen_of_channels),
+        ):
             return run(*operands)
 
     return call

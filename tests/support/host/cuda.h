@@ -21,6 +21,9 @@ inline Index blockIdx, threadIdx, blockDim, gridDim;
 struct float2 {
     float x, y;
 };
+struct float4 {
+    float x, y, z, w;
+};
 struct uint2 {
     unsigned x, y;
 };
@@ -28,6 +31,7 @@ struct uint4 {
     unsigned x, y, z, w;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -59,6 +63,7 @@ inline unsigned short narrowed_half(float x) {
 
 // Of a block's threads, which take turns.
 void __syncthreads();
+int __syncthreads_or(int);
 void __syncwarp(unsigned = 0);
 float told_by(float x, int lane);  // a lane of the same warp; all of them tell
 inline float __shfl_xor_sync(unsigned, float x, int distance) {

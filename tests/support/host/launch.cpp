@@ -35,6 +35,18 @@ static void leave(Barrier& at) {
 }
 
 void __syncthreads() { meet(of_block); }
+
+// Whether a thread says so: the last one to leave forgets it.
+int __syncthreads_or(int x) {
+    static int any, left;
+    any |= x != 0;
+    meet(of_block);
+    const int found = any;
+    if (++left == of_block.threads) any = left = 0;
+    meet(of_block);
+    return found;
+}
+
 void __syncwarp(unsigned) { meet(of_warp[now / WARP]); }
 
 // A lane that goes on may tell its next value before others have read this one: there is room for both.

@@ -1,0 +1,36 @@
+"""Kernels of Mamba's scan, compiled for a CPU: the reference's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samebits.backends.cuda import selective_scan as kernels
+from samebits.backends.reference import selective_scan as reference
+from samebits.testing import assert_same_bits, values
+from tests.support import host_kernels
+from tests.support.selective_scans import BF16, CASES, F32, change, compare
+
+pytestmark = host_kernels.needs_compiler
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_kernels.use(monkeypatch, kernels)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scan_and_gradients(name: str) -> None:
+    compare(CASES[name].operands(), CASES[name].schedule)
+
+
+@pytest.mark.parametrize("how", ["steep", "growing", "infinite", "backwards"])
+@pytest.mark.parametrize("name", ["packed", "channels"])
+def test_decays_that_are_not_the_usual_ones(name: str, how: str) -> None:
+    compare(change(CASES[name].operands(), how), CASES[name].schedule)
+
+
+def test_sums_over_blocks() -> None:
+    """More blocks than a run has."""
+    terms, of = values("cancel", (4, 2, 300, 4), F32, 1), torch.empty(2, 2, 4, 2, dtype=BF16)
+    assert_same_bits(kernels._over_blocks(terms, of), reference._over_blocks(terms, of))
