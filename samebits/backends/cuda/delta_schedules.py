@@ -257,14 +257,20 @@ class DeltaGradients:
         """Bytes of shared memory of the two kernels: ``struct Memory`` of each."""
         bytes_, pad = dtype.itemsize, 16 // dtype.itemsize
         keys, values, columns = key_size + pad, padded_size(size) + pad, CHUNK + pad
-        decays = CHUNK * (key_size + 4 if by_channel else 1)
-        stored = self.stages * 2 * CHUNK * keys + 3 * self.tile * columns + CHUNK * columns
-        floats = CHUNK * (CHUNK + 8) + self.tile * (key_size + 8) + CHUNK * (self.tile + 8)
-        matrices = stored * bytes_ + 4 * (floats + decays + CHUNK)
-        if tensor_core and self.staged and not by_channel:
+        scores, weights, decays = CHUNK * columns, CHUNK * (CHUNK + 8), CHUNK * (key_size + 4)
+        floats = self.tile * (key_size + 8) + CHUNK * (self.tile + 8) + CHUNK
+        if by_channel:
+            stored = self.stages * (3 * CHUNK * keys + scores) + 2 * self.tile * columns
+            floats += self.stages * (weights + key_size)
+        else:
+            stored, decays = self.stages * 2 * CHUNK * keys + 3 * self.tile * columns + scores, CHUNK
+            floats += weights + CHUNK
+        matrices = stored * bytes_ + 4 * floats
+        if tensor_core and self.staged:
             shared = max(2 * CHUNK * values * bytes_, 4 * CHUNK * (key_size + 4))
             stored = 2 * CHUNK * keys + CHUNK * values + 2 * CHUNK * columns
-            return matrices, stored * bytes_ + shared + 4 * (5 * CHUNK + key_size + 4)
+            floats = 2 * CHUNK * 16 + decays if by_channel else 5 * CHUNK + 4
+            return matrices, stored * bytes_ + shared + 4 * (floats + key_size)
         stored, floats = 0, 2 * CHUNK * (key_size + 1) + decays + 2 * CHUNK + key_size
         if by_channel:
             floats += 2 * CHUNK * (CHUNK + 8)
@@ -299,7 +305,7 @@ def choose_of_gradients(
     operands = dtype, key_size, size, tensor_core, by_channel
     staged = DeltaGradients(16, True, 1).memory(*operands)[1] <= info.max_smem
     tiles = (64, 32, 16) if wide else (32, 16)
-    for tile, stages in itertools.product(tiles, (2, 1) if tensor_core and not by_channel else (1,)):
+    for tile, stages in itertools.product(tiles, (2, 1) if tensor_core else (1,)):
         schedule = DeltaGradients(tile, staged, stages)
         if max(schedule.memory(*operands)) <= info.max_smem:
             return schedule

@@ -82,16 +82,6 @@ __device__ __forceinline__ void copy_rows(Stored* to, const Stored* from, i64 st
 #endif
 }
 
-#if BY_CHANNEL
-// Copies `count` rows of WIDTH elements behind each other.
-template <int LINE, int WIDTH, class T>
-__device__ __forceinline__ void copy_prepared(T* to, const T* from, int count) {
-    constexpr int PER = 16 / sizeof(T), CHUNKS = WIDTH / PER;
-    for (int i = threadIdx.x; i < count * CHUNKS; i += THREADS)
-        cp_async_16(shared_address(to + i / CHUNKS * LINE + i % CHUNKS * PER), from + i * PER);
-}
-#endif
-
 struct Block {
     const Params& p;
     Memory& m;

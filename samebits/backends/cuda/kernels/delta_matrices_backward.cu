@@ -6,7 +6,9 @@
 // gradients needs all columns, and is computed by delta_rows_backward.cu.
 //
 // Macros: TYPE, TENSOR_CORE, KEY_SIZE, TILE, WARPS, HARDWARE_EXP2, DELTA, BY_CHANNEL and WEIGHTED are delta.cu's.
-//   STAGES  2: the keys and queries of the chunk before are copied while one is computed; 1: they are not
+//   STAGES  2: what is read of the chunk before is copied while one is computed; 1: it is not
+//
+// With a decay for each channel, delta_prepare.cu has computed scores, and operands times their decays.
 
 #include "delta_backward.cuh"
 
@@ -16,12 +18,34 @@ constexpr int MATRIX = KEY_SIZE + 8, WEIGHTS = CHUNK + 8, UPDATES = TILE + 8;  /
 
 struct Memory {
     Stored keys[STAGES][CHUNK * KEYS], queries[STAGES][CHUNK * KEYS];
+#if BY_CHANNEL
+    Stored readers[STAGES][CHUNK * KEYS];                // keys that read the matrix; `keys` close a chunk
+    Stored grads[TILE * COLUMNS], of_z[TILE * COLUMNS];  // [column, row]
+    Stored scores[STAGES][CHUNK * COLUMNS];              // [query, key], times the scale
+    float weights[STAGES][CHUNK * WEIGHTS];              // [row, key]
+    float kept[STAGES][KEY_SIZE];
+#else
     Stored grads[TILE * COLUMNS], scaled[TILE * COLUMNS], of_z[TILE * COLUMNS];  // [column, row]
     Stored scores[CHUNK * COLUMNS];  // [key, query], times the scale
     float weights[CHUNK * WEIGHTS];  // of keys, negative, [key, row]
+#endif
     float matrix[TILE * MATRIX], of_updates[CHUNK * UPDATES];
-    float decays[CHUNK * DECAYS], betas[CHUNK];  // or weights
+#if !BY_CHANNEL
+    float decays[CHUNK];
+#endif
+    float betas[CHUNK];  // or weights
 };
+
+#if BY_CHANNEL
+// An operand with its sign turned.
+template <class T>
+struct Minus {
+    static constexpr bool PAIRS = T::PAIRS;
+    T of;
+    __device__ __forceinline__ float operator()(int row, int k) const { return -of(row, k); }
+    __device__ __forceinline__ u32 pair(int row, int k) const { return of.pair(row, k) ^ 0x80008000; }
+};
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     delta_matrices_backward(const __grid_constant__ Params p) {
@@ -41,6 +65,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     // Rows that are not there are zeros, and so are queries and gradients of those before this call's.
     const auto load = [&](int chunk) {
+#if BY_CHANNEL
+        const Prepared& from = p.prepared[i64(first_chunk(begin, sequence) + chunk) * p.heads + head];
+        const int stage = chunk % STAGES;
+        copy_prepared<KEYS, KEY_SIZE>(m.keys[stage], from.written[0], CHUNK);
+        copy_prepared<KEYS, KEY_SIZE>(m.queries[stage], from.queries[0], CHUNK);
+        copy_prepared<KEYS, KEY_SIZE>(m.readers[stage], from.keys[0], CHUNK);
+        copy_prepared<COLUMNS, CHUNK>(m.scores[stage], from.scores[0], CHUNK);
+        copy_prepared<WEIGHTS, CHUNK>(m.weights[stage], from.weights[0], CHUNK);
+        copy_prepared<KEY_SIZE, KEY_SIZE>(m.kept[stage], from.kept, 1);
+#else
         const Span rows(p, sequence, chunk);
         const Record record(p.records, i64(first_chunk(begin, sequence) + chunk) * p.heads + head, p.key_size,
                             p.size);
@@ -48,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         copy_rows<KEYS, KEY_SIZE>(m.keys[chunk % STAGES], record.keys, p.key_size, 0, rows.count, p.key_size);
         copy_rows<KEYS, KEY_SIZE>(m.queries[chunk % STAGES], q, p.q_token, rows.before, rows.count,
                                   p.key_size);
+#endif
         cp_async_commit();
     };
     int chunk = Span(p, sequence, 0).chunks - 1;
@@ -74,12 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             m.betas[i] = i < count ? record.weights[i] : 0.0f;
 #endif
         }
-#if BY_CHANNEL
-        const Prepared& prepared = p.prepared[i64(first_chunk(begin, sequence) + chunk) * p.heads + head];
-        for (int x = threadIdx.x; x < CHUNK * KEY_SIZE; x += THREADS)
-            m.decays[x / KEY_SIZE * DECAYS + x % KEY_SIZE] =
-                x / KEY_SIZE < count ? prepared.decays[0][x] : 0.0f;
-#else
+#if !BY_CHANNEL
         for (int i = threadIdx.x; i < CHUNK; i += THREADS) m.decays[i] = i < count ? record.decays[i] : 0.0f;
 #endif
         // The gradient of the matrix at this chunk's end.
@@ -94,20 +124,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Rows keys{own_keys, KEYS};
         const auto zero = [](int, int, float& c) { c = 0.0f; };
 #if BY_CHANNEL
-        const float* last = m.decays + (count - 1) * DECAYS;
-        for (int x = threadIdx.x; x < CHUNK * CHUNK; x += THREADS) {
-            m.scores[x / CHUNK * COLUMNS + x % CHUNK] = E::narrow(__fmul_rn(0.0f, p.scale));
-            m.weights[x / CHUNK * WEIGHTS + x % CHUNK] = 0.0f;
-        }
-        __syncthreads();
-        scores_by_channel<CHUNK>(own_queries, own_keys, m.decays, 0, 0, count, p.key_size,
-                                 [&](int i, int j, const float* of_query, const float* of_key) {
-                                     if (of_query)
-                                         m.scores[j * COLUMNS + i] = E::narrow(__fmul_rn(*of_query, p.scale));
-                                     if (of_key) m.weights[j * WEIGHTS + i] = -*of_key;
-                                 });
+        const Stored* readers = m.readers[chunk % STAGES];
+        const float* kept = m.kept[chunk % STAGES];
+        const Columns scores{m.scores[chunk % STAGES], COLUMNS};
+        const auto weights_from = [&](int row) {
+            return Minus<Turned<Floats> >{{{m.weights[chunk % STAGES] + row, WEIGHTS}}};
+        };
+        const auto weight = [&](int j, int i) { return -m.weights[chunk % STAGES][i * WEIGHTS + j]; };
 #else
         const float last = m.decays[count - 1];
+        const Rows scores{m.scores, COLUMNS};
+        const auto weights_from = [&](int row) { return Floats{m.weights + row * WEIGHTS, WEIGHTS}; };
+        const auto weight = [&](int j, int i) { return m.weights[j * WEIGHTS + i]; };
         const Rows queries{own_queries, KEYS};
         for_tiles<CHUNK, CHUNK>([&](TileOf<CHUNK>& t) {
             t.each(zero);
@@ -134,16 +162,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Rows grads{m.grads, COLUMNS}, of_z{m.of_z, COLUMNS};
         for_tiles<CHUNK, TILE>([&](TileOf<TILE>& t) {
             t.each(zero);
-#if BY_CHANNEL
-            t.add(0, p.key_size, Decayed{own_keys, m.decays, last, count, true, 1.0f},
-                  Floats{m.matrix, MATRIX});
-#else
             t.add(0, p.key_size, keys, Floats{m.matrix, MATRIX});
+#if !BY_CHANNEL
             t.each([&](int j, int, float& c) {
                 c = j < count ? __fmul_rn(c, exp2_of(__fsub_rn(last, m.decays[j]))) : 0.0f;
             });
 #endif
-            t.add(0, count, Rows{m.scores, COLUMNS}, grads);
+            t.add(0, count, scores, grads);
             t.each([&](int j, int e, float& c) { m.of_updates[j * UPDATES + e] = c; });
         });
         __syncthreads();
@@ -155,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                             c = m.of_updates[(row + j) * UPDATES + e];
                         };
                         t.each(start);
-                        t.add(row + 16, count, Floats{m.weights + row * WEIGHTS, WEIGHTS}, of_z);
+                        t.add(row + 16, count, weights_from(row), of_z);
                         t.each([&](int j, int e, float& c) { m.of_updates[(row + j) * UPDATES + e] = c; });
                     });
                     __syncthreads();
@@ -172,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         m.of_updates[(row + i) * UPDATES + e] = u[i];
 #pragma unroll
                         for (int j = 0; j < i; ++j)
-                            u[j] = __fmaf_rn(m.weights[(row + j) * WEIGHTS + row + i], E::widen(z), u[j]);
+                            u[j] = __fmaf_rn(weight(row + j, row + i), E::widen(z), u[j]);
                     }
                 }
                 __syncthreads();
@@ -201,10 +226,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // Of the matrix at the chunk's start.
 #if BY_CHANNEL
         for_tiles<KEY_SIZE, TILE>([&](TileOf<TILE>& t) {
-            t.each(
-                [&](int d, int e, float& c) { c = __fmul_rn(m.matrix[e * MATRIX + d], exp2_of(last[d])); });
-            t.add(0, count, Turned<Decayed>{{own_queries, m.decays, nullptr, count, false, p.scale}}, grads);
-            t.add(0, count, Turned<Decayed>{{own_keys, m.decays, nullptr, count, false, -1.0f}}, of_z);
+            t.each([&](int d, int e, float& c) { c = __fmul_rn(m.matrix[e * MATRIX + d], kept[d]); });
+            t.add(0, count, Columns{own_queries, KEYS}, grads);
+            t.add(0, count, Minus<Columns>{{readers, KEYS}}, of_z);
             t.each([&](int d, int e, float& c) { m.matrix[e * MATRIX + d] = c; });
         });
         __syncthreads();

@@ -8,12 +8,14 @@
 //   VALUE_SIZE  of v, up to a multiple of 16
 //   STAGED      1: operands are copied to shared memory; 0: they are read where they are
 //
-// With tensor cores, operands in shared memory and one decay for each head: include/delta_rows_registers.cuh. Here an
-// element is a call of functors.
+// With tensor cores and operands in shared memory: include/delta_rows_registers.cuh for one decay for each head, and
+// include/delta_rows_channels.cuh. Here an element is a call of functors.
 
 #include "delta_backward.cuh"
 
-#if TENSOR_CORE && STAGED && !BY_CHANNEL
+#if TENSOR_CORE && STAGED && BY_CHANNEL
+#include "delta_rows_channels.cuh"
+#elif TENSOR_CORE && STAGED
 #include "delta_rows_registers.cuh"
 #else
 constexpr int VALUES = VALUE_SIZE + PAD, COLUMNS = CHUNK + PAD;  // in elements

@@ -56,6 +56,14 @@ struct Prepared {
     Stored queries[CHUNK][KEY_SIZE], keys[CHUNK][KEY_SIZE], written[CHUNK][KEY_SIZE];
 };
 
+// Copies `count` rows of WIDTH elements behind each other.
+template <int LINE, int WIDTH, class T>
+__device__ __forceinline__ void copy_prepared(T* to, const T* from, int count) {
+    constexpr int PER = 16 / sizeof(T), CHUNKS = WIDTH / PER;
+    for (int i = threadIdx.x; i < count * CHUNKS; i += THREADS)
+        cp_async_16(shared_address(to + i / CHUNKS * LINE + i % CHUNKS * PER), from + i * PER);
+}
+
 // The tokens of a sequence. Without spans all have as many.
 struct Tokens {
     int begin, end;
@@ -255,44 +263,4 @@ struct Decayed {
         return row < count ? __fmul_rn(E::widen(from[row * KEYS + k]), factor(row, k)) : 0.0f;
     }
 };
-
-// Calls `store` with i, j and the scores of x[i] and of key i, by key j: for rows `first` to `count` - 1 of a window that
-// begins at `base`, and keys up to the row's own. Row 0 of x is that of the chunk.
-template <int HEIGHT, class F>
-__device__ __forceinline__ void scores_by_channel(const Stored* x, const Stored* keys, const float* decays,
-                                                  int base, int first, int count, int key_size,
-                                                  const F& store) {
-    for_tiles<HEIGHT, CHUNK>([&](TileOf<CHUNK>& t) {
-        const int block = (base + t.row) / 16 * 16;  // rows of a tile are of one
-        if (t.column >= block || block >= count || block + 16 <= first) return;
-        const float* reference = decays + (block - 1) * DECAYS;
-        const Decayed of_keys{keys, decays, reference, block, true, 1.0f};
-        const int row = t.row;
-        t.row += base;
-        t.each([](int, int, float& c) { c = 0.0f; });
-        t.add(0, key_size, Decayed{x, decays, reference, count, false, 1.0f}, of_keys);
-        TileOf<CHUNK> of_rows = t;
-        of_rows.each([](int, int, float& c) { c = 0.0f; });
-        of_rows.add(0, key_size, Decayed{keys, decays, reference, count, false, 1.0f}, of_keys);
-        t.row = of_rows.row = row;
-        t.each([&](int i, int j, float& c) {
-            if (j < block && base + i >= first && base + i < count) store(base + i, j, &c, nullptr);
-        });
-        of_rows.each([&](int i, int j, float& c) {
-            if (j < block && base + i >= first && base + i < count) store(base + i, j, nullptr, &c);
-        });
-    });
-    for (int pair = threadIdx.x; pair < HEIGHT * 16; pair += THREADS) {
-        const int i = base + pair / 16, j = i / 16 * 16 + pair % 16;
-        if (i < first || i >= count || j > i) continue;
-        float of_x = 0.0f, of_key = 0.0f;
-        for (int d = 0; d < key_size; ++d) {
-            const float key = E::widen(keys[j * KEYS + d]);
-            const float decay = exp2_of(__fsub_rn(decays[i * DECAYS + d], decays[j * DECAYS + d]));
-            of_x = __fmaf_rn(__fmul_rn(E::widen(x[i * KEYS + d]), key), decay, of_x);
-            of_key = __fmaf_rn(__fmul_rn(E::widen(keys[i * KEYS + d]), key), decay, of_key);
-        }
-        store(i, j, &of_x, &of_key);
-    }
-}
 #endif
