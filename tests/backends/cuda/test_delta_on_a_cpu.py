@@ -44,7 +44,9 @@ GRADIENTS = [schedules.DeltaGradients(16, True, 2), schedules.DeltaGradients(32,
 OF_GRADIENTS = [
     *zip(FORMS, GRADIENTS * 4, strict=True),
     *((FORMS[i], GRADIENTS[0]) for i in (1, 3, 5, 7)),
-    ((torch.bfloat16, True, True, True, 1, 2, 80, 40), GRADIENTS[0]),  # some warps have no channels
+    # some warps have no channels
+    ((torch.bfloat16, True, True, True, 1, 2, 80, 40), GRADIENTS[0]),
+    ((torch.float16, True, True, "channels", 1, 2, 69, 17), GRADIENTS[0]),
 ]
 SCHEDULES = [schedules.Schedule(16, 16, 4, 1), schedules.Schedule(32, 64, 8, 2)]
 LINEAR_FORMS = [
@@ -252,15 +254,16 @@ def test_backward(
                 assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("decays", [True, "channels"])
+@pytest.mark.parametrize(("decays", "times"), [(True, 1), ("channels", 1), ("channels", 300)])
 @pytest.mark.parametrize("staged", [True, False])
 def test_backward_of_a_chunk_whose_last_block_is_not_full(
-    decays: object, staged: bool, monkeypatch: pytest.MonkeyPatch
+    decays: object, times: int, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that are not there have weights, too: of zero, whatever was in shared memory."""
     monkeypatch.setattr(kernels, "choose", lambda *_: schedules.Schedule(16, 64, 8, 1))
     x = operands((torch.bfloat16, True, True, decays, 1, 1, 16, 16))
-    x = dataclasses.replace(x, initial=None, spans=torch.tensor([[2, 43]], dtype=torch.int32))
+    assert x.g is not None
+    x = dataclasses.replace(x, initial=None, spans=torch.tensor([[2, 43]], dtype=torch.int32), g=x.g * times)
     grad = torch.randn(x.v.shape, generator=torch.Generator().manual_seed(0)).to(x.v.dtype)
     want = reference.backward(x, None, grad, None)
     got = kernels.backward(x, None, grad, None, schedules.DeltaGradients(16, staged, 1))
