@@ -83,6 +83,18 @@ def _taps(batch: int, tokens: int) -> Operands:
     return {"x": x, "weight": torch.randn(CHANNELS, TAPS, device=DEVICE, dtype=BF16)}
 
 
+def _space(state: Any, x: dict[str, Any]) -> Any:
+    return samebits.ssd(**x, initial_states=state, return_final_states=True)
+
+
+def _of_channels(x: Operands) -> tuple[Tensor, ...]:
+    """A step's operands as mamba-ssm takes them: D and the bias of steps, too."""
+    of_head = HEADS, SIZE
+    none = torch.zeros(HEADS, 1, device=DEVICE).expand(of_head)
+    dt, A = x["dt"][:, 0, :, None].expand(-1, *of_head), x["A"][:, None, None].expand(*of_head, STATES)
+    return x["x"][:, 0], dt, A, x["B"][:, 0], x["C"][:, 0], none, None, none  # type: ignore[return-value]
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A recurrent layer.
@@ -139,6 +151,11 @@ LAYERS = {
         (
             *("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
             lambda f, x: f(*x.values(), 256),
+        ),
+        lambda initial_state=None, output_final_state=False, **x: _space(initial_state, x),
+        (
+            *("mamba-ssm", "mamba_ssm.ops.triton.selective_state_update", "selective_state_update"),
+            lambda f, x, state: f(state, *_of_channels(x)),
         ),
     ),
     "selective_scan": Layer(
@@ -216,7 +233,7 @@ def prefills(name: str) -> Iterator[dict[str, Any]]:
 
 
 def _parts(x: Operands, start: int, stop: int) -> Operands:
-    return {key: t[:, start:stop].contiguous() for key, t in x.items()}
+    return {key: t[:, start:stop].contiguous() if t.ndim > 1 else t for key, t in x.items()}
 
 
 def _check(name: str) -> None:
@@ -238,7 +255,6 @@ def decoding(name: str) -> Iterator[dict[str, Any]]:
     """A step of each sequence: in the mean over a chunk's rows, for it is closed once in 64 tokens."""
     layer = LAYERS[name]
     if layer.decodes is None or layer.their_step is None:
-        yield from _steps_of_spaces() if name == "ssd" else ()
         return
     decodes, (library, module, function, how) = layer.decodes, layer.their_step
     _check(name)
@@ -256,30 +272,6 @@ def decoding(name: str) -> Iterator[dict[str, Any]]:
             runs[library] = lambda last=last, theirs=theirs, peer=peer: how(peer, last, theirs)  # type: ignore[misc]
         us = _graphed(runs, 64, 7)
         yield {"layer": name, "what": "decode", "batch": batch, "tokens": 1, "us": us}
-
-
-def _steps_of_spaces() -> Iterator[dict[str, Any]]:
-    for batch in DECODED:
-        x = _spaces(batch, 1)
-        of_head = HEADS, SIZE
-        operands = (
-            x["x"][:, 0],
-            x["dt"][:, 0, :, None].expand(batch, *of_head),
-            x["A"][:, None, None].expand(*of_head, STATES),
-            x["B"][:, 0],
-            x["C"][:, 0],
-        )
-        none = torch.zeros(HEADS, 1, device=DEVICE).expand(of_head)  # mamba-ssm asks for these two
-        steps = {"samebits": samebits.selective_state_update}
-        peer = _peer("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
-        if peer is not None:
-            steps["mamba-ssm"] = peer
-        runs: dict[str, Callable[[], Any]] = {}
-        for who, step in steps.items():
-            state = torch.zeros(batch, *of_head, STATES, device=DEVICE)
-            runs[who] = partial(step, state, *operands, D=none, dt_bias=none)
-        us = _graphed(runs, 64, 7)
-        yield {"layer": "ssd", "what": "decode", "batch": batch, "tokens": 1, "us": us}
 
 
 def show(data: dict[str, Any]) -> Table:

@@ -50,7 +50,8 @@ from samebits.ops.scaled_grouped_mm import scaled_grouped_mm
 from samebits.ops.scaled_mm import scaled_mm
 from samebits.ops.selective_scan import selective_scan
 from samebits.ops.silu_mul_quantize import silu_mul_quantize
-from samebits.ops.state_space import selective_state_update, ssd
+from samebits.ops.ssd import ssd
+from samebits.ops.state_space import selective_state_update
 from samebits.prepare import prepare
 
 if TYPE_CHECKING:

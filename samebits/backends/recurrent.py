@@ -151,6 +151,7 @@ class RecurrentState:
     def matrix(self) -> Tensor:
         """The plain state after the last tokens, float32 ``[sequences, heads, key size, value size]``.
 
+        That of :func:`samebits.ssd` is ``[sequences, heads, P, N]``, as in ``mamba-ssm``.
         Gradients go into it right after the call that returned this state, if it recorded any.
         """
         if self._closed is not None:

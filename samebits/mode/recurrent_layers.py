@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samebits.backends.recurrent import RecurrentState
+from samebits.backends.recurrent import Layout, RecurrentState
 from samebits.mode.patches import ChangedError, when_loaded
 from samebits.ops.delta_rule import gated_delta_rule, kda, lightning_attention, state_layout
 
-__all__ = ["cover_recurrent"]
+__all__ = ["Sequences", "cached_state", "cover_recurrent", "over_sequences", "sequences_of"]
 
 Run = Callable[..., Any]
 
@@ -92,7 +92,7 @@ def _replace(owner: ModuleType | type, name: str, ours: Run) -> None:
 # ---- which tokens are a sequence's
 
 
-class _Sequences(NamedTuple):
+class Sequences(NamedTuple):
     """The sequences in the rows of a forward, as arguments of the operations.
 
     Attributes:
@@ -108,7 +108,7 @@ class _Sequences(NamedTuple):
 
 
 class _Here(threading.local):
-    sequences = _Sequences()
+    sequences = Sequences()
 
 
 _here = _Here()
@@ -132,19 +132,19 @@ def _mask(own: Run, *args: Any, **kwargs: Any) -> Tensor | None:
         first = F.pad(restarts, (1, 0), value=True).expand(batch, -1)
         mask = torch.ones(batch, tokens, dtype=torch.bool, device=embeds.device)
         starts = first.flatten().nonzero()[:, 0]
-        _known[mask] = _Sequences(offsets=F.pad(starts, (0, 1), value=batch * tokens).to(torch.int32))
+        _known[mask] = Sequences(offsets=F.pad(starts, (0, 1), value=batch * tokens).to(torch.int32))
     return mask
 
 
 def _hide_padding(own: Run, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
     """A layer begins. What it is told of padding is kept for the operation that it calls."""
     known = attention_mask is not None and attention_mask.shape == hidden_states.shape[:2]
-    _here.sequences = _sequences(attention_mask) if known else _Sequences()  # type: ignore[arg-type]
+    _here.sequences = sequences_of(attention_mask) if known else Sequences()  # type: ignore[arg-type]
     hidden: Tensor = own(hidden_states, attention_mask)
     return hidden
 
 
-def _sequences(mask: Tensor) -> _Sequences:
+def sequences_of(mask: Tensor) -> Sequences:
     """What a mask ``[batch, tokens]`` says. This waits for a GPU, once for all layers."""
     found = _known.get(mask)
     if found is None:
@@ -152,10 +152,10 @@ def _sequences(mask: Tensor) -> _Sequences:
         numbers, count = shown.to(torch.uint8), shown.count_nonzero(1)
         start = numbers.argmax(1)
         if (shown.shape[1] - numbers.flip(1).argmax(1) - start == count).all():
-            found = _Sequences(start.to(torch.int32), (start + count).to(torch.int32))
+            found = Sequences(start.to(torch.int32), (start + count).to(torch.int32))
         else:
             offsets = F.pad(count.cumsum(0), (1, 0)).to(torch.int32)
-            found = _Sequences(tokens=shown.flatten().nonzero()[:, 0], offsets=offsets)
+            found = Sequences(tokens=shown.flatten().nonzero()[:, 0], offsets=offsets)
         _known[mask] = found
     return found  # type: ignore[no-any-return]
 
@@ -202,31 +202,41 @@ def _run(
     """An operation on the sequences of this layer's call."""
     name = operation.__name__
     q, _, v = operands[:3]
-    state = None
-    if initial is not None:
-        if initial.ndim != 2:
-            raise ValueError(
-                f"samebits.batch_invariant: {name}: the cache has states {list(initial.shape)} that were"
-                " computed outside of the mode; expected a cache that was filled under it"
-            )
-        layout = state_layout(q, v, operation=name, by_channel=operation is kda)
-        state = RecurrentState(layout, initial)
-    told, _here.sequences = _here.sequences, _Sequences()
+    state = cached_state(name, state_layout(q, v, operation=name, by_channel=operation is kda), initial)
+    told, _here.sequences = _here.sequences, Sequences()
+    go_on = functools.partial(operation, initial_state=state, output_final_state=final, **options)
+    out, after = over_sequences(told, go_on, operands, offsets)
+    return out, None if after is None else after.data
+
+
+def cached_state(operation: str, layout: Layout, data: Tensor | None) -> RecurrentState | None:
+    """What a cache has, if there is one."""
+    if data is not None and data.ndim != 2:
+        raise ValueError(
+            f"samebits.batch_invariant: {operation}: the cache has states {list(data.shape)} that were"
+            " computed outside of the mode; expected a cache that was filled under it"
+        )
+    return None if data is None else RecurrentState(layout, data)
+
+
+def over_sequences(
+    told: Sequences, run: Run, operands: tuple[Tensor, ...], offsets: Tensor | None
+) -> tuple[Tensor, RecurrentState | None]:
+    """`run` on the sequences in rows of operands ``[batch, T, ...]``: what is told of them, or `offsets`."""
     if told.offsets is not None:
         offsets = told.offsets
-    shape = v.shape
+    batch, tokens = operands[0].shape[:2]
     if offsets is None:
-        options |= {"key_start": told.start, "key_length": told.length}
+        out, after = run(*operands, key_start=told.start, key_length=told.length)
     else:
-        options["cu_seqlens"] = offsets
         operands = tuple(t.flatten(0, 1)[None] for t in operands)
         if told.tokens is not None:
             operands = tuple(t[:, told.tokens] for t in operands)
-    out, after = operation(*operands, initial_state=state, output_final_state=final, **options)
+        out, after = run(*operands, cu_seqlens=offsets)
     if told.tokens is not None:
-        zeros = v.new_zeros((1, shape[0] * shape[1], *shape[2:]))
+        zeros = out.new_zeros((1, batch * tokens, *out.shape[2:]))
         out = zeros.index_copy(1, told.tokens, out)
-    return out.reshape(shape), None if after is None else after.data
+    return out.reshape(batch, tokens, *out.shape[2:]), after
 
 
 def _lightning(
@@ -240,7 +250,7 @@ def _lightning(
 ) -> tuple[Tensor, Tensor | None]:
     """``MiniMaxLightningAttention.forward``."""
     states = layer.act_fn(layer.qkv_proj(hidden_states))
-    _here.sequences = _Sequences() if attention_mask is None else _sequences(attention_mask)
+    _here.sequences = Sequences() if attention_mask is None else sequences_of(attention_mask)
     states = states.unflatten(2, (layer.num_attention_heads, 3 * layer.head_dim))
     operands = states.split(layer.head_dim, dim=3)
     initial = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -17,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samebits.backends.recurrent import RecurrentState
 from samebits.mode.exchanged import in_module, under_the_mode
+from samebits.mode.recurrent_layers import Sequences, cached_state, over_sequences, sequences_of
 from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
 from samebits.ops.selective_scan import selective_scan
-from samebits.ops.state_space import selective_state_update, ssd
+from samebits.ops.ssd import ssd, ssd_layout
+from samebits.ops.state_space import selective_state_update
 
 __all__ = ["called"]
 
@@ -35,12 +39,14 @@ class _Called(threading.local):
     Attributes:
         layer: the module, or None.
         sequences: ``seq_idx`` of its rows, or None where rows are sequences.
+        mask: which tokens are a sequence's, or None for all.
         cache: that of the model, or None.
         scans: how many it has run in this call.
     """
 
     layer: Any = None
     sequences: Tensor | None = None
+    mask: Tensor | None = None
     cache: Any = None
     scans = 0
 
@@ -64,7 +70,8 @@ def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
             given.arguments["attention_mask"] = None
         called.layer, called.scans = layer, 0
         called.sequences = mask[..., 0] if isinstance(mask, Tensor) and packed else None
-        called.cache = cache
+        known = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == given.args[1].shape[:2]
+        called.mask, called.cache = mask if known else None, cache
         try:
             return own(*given.args, **given.kwargs)
         finally:
@@ -135,10 +142,30 @@ def _wants_gradients(*tensors: Tensor | None) -> bool:
 def _scan_of_heads(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **given: Any
 ) -> Any:
-    named = ("D", "z", "dt_bias", "initial_states", "dt_softplus", "dt_limit", "return_final_states")
+    """A cache holds ``RecurrentState.data``."""
+    named = ("D", "dt_bias", "dt_softplus", "dt_limit", "return_final_states")
     passed = {name: given[name] for name in named if name in given}
+    passed["initial_states"] = _state(hidden_states, B, given.get("initial_states"))
+    final = given.get("return_final_states", False)
+
+    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None = None, **sequences: Any) -> Any:
+        found = ssd(x, dt, A, B, C, z=z, **passed, **sequences)
+        return found if final else (found, None)
+
+    z = given.get("z")
+    operands = (hidden_states, dt, B, C, *([] if z is None else [z]))
     packed = _packed(hidden_states, given)
-    return ssd(hidden_states, dt, A, B, C, chunk_size, **passed, **packed)
+    if "seq_idx" in packed:
+        y, after = run(*operands, **packed)
+    else:
+        told = Sequences() if called.mask is None else sequences_of(called.mask)
+        y, after = over_sequences(told, run, operands, packed.get("cu_seqlens"))
+    return (y, after.data) if final else y
+
+
+def _state(x: Tensor, B: Tensor, data: Tensor | None) -> RecurrentState | None:
+    """What is in a cache of heads ``x[batch, T, heads, P]`` with ``B[batch, T, groups, N]``."""
+    return cached_state("ssd", ssd_layout(x, B), data)
 
 
 def _scan_of_channels(
@@ -177,12 +204,19 @@ def _step_of_heads(
     C: Tensor,
     D: Tensor | None = None,
     z: Tensor | None = None,
-    **given: Any,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **_: Any,
 ) -> Any:
+    """What all channels of a head share comes expanded to these."""
+    x, B, C = hidden_states[:, None], B[:, None], C[:, None]
     # A layer's prefill has limits, which its step forgets, and multiplies by the gate itself.
-    given["dt_limit"] = getattr(called.layer, "time_step_limit", None)
-    out = _step_of_channels(state, hidden_states, dt, A, B, C, D, **given)
-    return out if z is None or out is NotImplemented else out * nn.functional.silu(z)
+    limit = getattr(called.layer, "time_step_limit", None) or (0.0, math.inf)
+    bias = None if dt_bias is None else dt_bias[:, 0]
+    options: dict[str, Any] = {"initial_states": _state(x, B, state), "return_final_states": True}
+    options |= {"D": D, "dt_bias": bias, "dt_softplus": dt_softplus, "dt_limit": limit}
+    out = ssd(x, dt[:, None, :, 0], A[:, 0, 0], B, C, **options)[0][:, 0]
+    return out if z is None else out * nn.functional.silu(z)
 
 
 def _step_of_channels(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from samebits.backends import Key
 from samebits.backends.delta import layout
 from samebits.backends.recurrent import Layout, RecurrentState
 from samebits.contract import Contract
-from samebits.ops._checks import check_device, check_operands, shape
-from samebits.ops._delta import attend_linearly, normalized
-from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens
+from samebits.ops._checks import check_operands, shape
+from samebits.ops._delta import normalized
+from samebits.ops._recurrent import beginning, check_floats, recur, spans_of
 
 _MOST = 256
 """The largest size of a key or value."""
@@ -141,7 +139,7 @@ def lightning_attention(
     if g_gamma is not None:
         if g is not None:
             raise ValueError(f"samebits.{name}: g_gamma: expected none with g")
-        _check_floats(name, "g_gamma", g_gamma, v)
+        check_floats(name, "g_gamma", g_gamma, v)
         if v.ndim != 4 or g_gamma.shape != v.shape[2:3]:
             raise ValueError(
                 f"samebits.{name}: g_gamma: expected a value for each head of v {shape(v)}, got"
@@ -181,41 +179,13 @@ def _attend(
     scale = float(np.float32(1 / math.sqrt(q.shape[-1]) if scale is None else scale))
     if not math.isfinite(scale):
         raise ValueError(f"samebits.{op}: scale: expected a finite number, got {scale}")
-    spans = _spans(op, q, cu_seqlens, key_start, key_length, key)
+    spans = spans_of(op, q, cu_seqlens, key_start, key_length, key)
     own = state_layout(q, v, operation=op, by_channel=by_channel)
-    initial, state = _beginning(op, initial_state, own, len(spans), q)
-    if output_final_state and state is None:
-        state = RecurrentState(own, sequences=len(spans), device=q.device)
-        if initial is not None:
-            state.parts["matrix"].copy_(initial.detach())
-    elif state is not None and not output_final_state:
-        state = state.clone()
+    begin = beginning(op, initial_state, own, len(spans), q)
     if normalize:
         q, k = normalized(q), normalized(k)
-    g, beta = (None if t is None else t.to(torch.float32).flatten(0, 1) for t in (g, beta))
-    records = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k, v, g, beta, initial)
-    )
-    data, closes = None if state is None else state.data, output_final_state and records
-    out, closed = attend_linearly(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), g, beta, initial, data, spans, scale, closes, key
-    )
-    out = out.unflatten(0, v.shape[:2])
-    if state is None or not output_final_state:
-        return out, None
-    return out, state.advanced(closed if closes else None, functools.partial(_closed, key=key))
-
-
-def _closed(state: RecurrentState, key: Key) -> Tensor:
-    """The matrices after the last tokens: of a call without any."""
-    p = state.parts
-    _, heads, key_size, size = p["matrix"].shape
-    dtype, new = p["keys"].dtype, state.data.new_empty
-    q, v = new((0, heads, key_size), dtype=dtype), new((0, heads, size), dtype=dtype)
-    g = new((0, heads, key_size) if p["decays"].ndim == 4 else (0, heads))
-    spans = torch.zeros(len(state), 2, dtype=torch.int32, device=state.data.device)
-    with torch.no_grad():
-        return attend_linearly(q, q, v, g, None, None, state.data.clone(), spans, 1.0, True, key)[1]
+    g, beta = (None if t is None else t.to(torch.float32) for t in (g, beta))
+    return recur(own, (q, k, v, g, beta), begin, spans, scale, output_final_state, key)
 
 
 def _check_shapes(
@@ -238,92 +208,7 @@ def _check_shapes(
     for name, t, wanted in (("g", g, (*heads, q.shape[3]) if by_channel else heads), ("beta", beta, heads)):
         if t is None and (op == "lightning_attention" or (name == "g" and not by_channel)):
             continue
-        _check_floats(op, name, t, q)
+        check_floats(op, name, t, q)
         assert t is not None
         if t.shape != wanted:
             raise ValueError(f"samebits.{op}: {name}: expected shape {tuple(wanted)}, got {shape(t)}")
-
-
-def _check_floats(op: str, name: str, t: Tensor | None, q: Tensor) -> None:
-    """Refuse anything but a dense tensor of floats on the device of `q`."""
-    if not isinstance(t, Tensor):
-        raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
-    check_operands(op, None, {name: t}, autocast=False)
-    check_device(op, name, t, "q", q)
-
-
-def _spans(
-    op: str,
-    q: Tensor,
-    cu_seqlens: Tensor | None,
-    key_start: Tensor | None,
-    key_length: Tensor | None,
-    key: Key,
-) -> Tensor:
-    """The first token of each sequence and the one after its last, in the tokens of the whole batch.
-
-    Rows of a batch that are sequences need none: see :class:`samebits.backends.delta.Delta`.
-    """
-    batch, tokens = q.shape[:2]
-    if cu_seqlens is not None:
-        _check_integers(op, "cu_seqlens", cu_seqlens, None, q)
-        if key_start is not None or key_length is not None:
-            raise ValueError(f"samebits.{op}: key_start, key_length: expected none with cu_seqlens")
-        if batch != 1:
-            raise ValueError(f"samebits.{op}: q: expected a batch of 1 with cu_seqlens, got {batch}")
-        if not q.is_cuda:
-            check_cu_seqlens(op, cu_seqlens, tokens)
-        else:
-            assert_cu_seqlens(op, cu_seqlens, tokens, key)
-        return torch.stack([cu_seqlens[:-1], cu_seqlens[1:]], 1).to(torch.int32)
-    if key_start is None and key_length is None:
-        return q.new_empty((batch, 0), dtype=torch.int32)  # so a step of decoding is one launch
-    rows = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None] * tokens
-    start, stop = torch.zeros_like(rows), torch.full_like(rows, tokens)
-    for name, t in (("key_start", key_start), ("key_length", key_length)):
-        if t is not None:
-            _check_integers(op, name, t, batch, q)
-            if name == "key_start":
-                start = t.to(torch.int32)[:, None].clamp(0, tokens)
-            else:
-                stop = t.to(torch.int32)[:, None].clamp(0, tokens)
-            if not q.is_cuda and bool(((t < 0) | (t > tokens)).any()):
-                raise ValueError(f"samebits.{op}: {name}: expected values in [0, {tokens}], got {t.tolist()}")
-    return torch.cat([start, torch.maximum(start, stop)], 1) + rows
-
-
-def _check_integers(op: str, name: str, t: Tensor, size: int | None, q: Tensor) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
-    if t.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"samebits.{op}: {name}: expected int32 or int64, got {t.dtype}")
-    check_device(op, name, t, "q", q)
-    if t.ndim != 1 or (size is not None and len(t) != size):
-        raise ValueError(f"samebits.{op}: {name}: expected shape ({size or 'n'},), got {shape(t)}")
-
-
-def _beginning(
-    op: str, given: Tensor | RecurrentState | None, own: Layout, sequences: int, q: Tensor
-) -> tuple[Tensor | None, RecurrentState | None]:
-    """What sequences start from: matrices, or states."""
-    if given is None:
-        return None, None
-    if isinstance(given, RecurrentState):
-        if given.layout.parts != own.parts:
-            raise ValueError(
-                f"samebits.{op}: initial_state: expected a state of such heads, sizes and dtype, got a"
-                f" {given!r}"
-            )
-        if len(given) != sequences:
-            raise ValueError(
-                f"samebits.{op}: initial_state: expected {sequences} sequences, got {len(given)}"
-            )
-        check_device(op, "initial_state", given.data, "q", q)
-        return None, given
-    _check_floats(op, "initial_state", given, q)
-    wanted = (sequences, *own.parts[0].shape)
-    if given.dtype != torch.float32:
-        raise TypeError(f"samebits.{op}: initial_state: expected float32, got {given.dtype}")
-    if given.shape != wanted:
-        raise ValueError(f"samebits.{op}: initial_state: expected shape {wanted}, got {shape(given)}")
-    return given, None

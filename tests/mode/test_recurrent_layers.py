@@ -89,10 +89,10 @@ def test_packed_sequences_restart_in_the_recurrence() -> None:
             past_key_values=None,
             position_ids=positions,
         )
-        told = recurrent_layers._sequences(mask)
+        told = recurrent_layers.sequences_of(mask)
         assert told.offsets is not None
         assert told.offsets.tolist() == [0, 3, 5, 6]
-    gaps = recurrent_layers._sequences(torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 0, 0]]))
+    gaps = recurrent_layers.sequences_of(torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 0, 0]]))
     assert gaps.tokens is not None
     assert gaps.offsets is not None
     assert gaps.tokens.tolist() == [1, 2, 4, 5, 6, 7]

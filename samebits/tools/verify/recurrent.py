@@ -14,7 +14,8 @@ from torch import Tensor
 from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
 from samebits.ops.delta_rule import gated_delta_rule, kda, lightning_attention
 from samebits.ops.selective_scan import selective_scan
-from samebits.ops.state_space import selective_state_update, ssd
+from samebits.ops.ssd import ssd
+from samebits.ops.state_space import selective_state_update
 from samebits.testing import KINDS, values
 
 Results = tuple[Tensor, ...]
@@ -22,10 +23,11 @@ SCHEDULES = 3
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 # Rows, channels, tokens, taps.
 _CONVOLVED = ((1, 8, 1, 4), (2, 24, 37, 4), (3, 5, 70, 3), (1, 512, 130, 2), (2, 1, 33, 4), (1, 7, 9, 1))
-# Rows, tokens, heads, channels of a head, groups, states.
+# Rows, tokens, heads, channels of a head, groups, states, and dtypes.
 _OF_HEADS = (
-    *((1, 1, 1, 1, 1, 1), (2, 70, 4, 24, 2, 20), (1, 130, 2, 64, 1, 128), (3, 9, 6, 8, 3, 16)),
-    *((1, 40, 3, 32, 1, 256), (2, 33, 2, 5, 2, 5), (5, 17, 4, 64, 1, 64), (3, 20, 5, 64, 1, 128)),
+    *(((1, 65, 2, 64, 1, 128), DTYPES[0]), ((1, 70, 2, 128, 1, 128), DTYPES[1])),
+    *(((3, 9, 4, 40, 2, 64), DTYPES[1]), ((1, 1, 2, 256, 2, 256), DTYPES[0])),
+    *(((2, 131, 3, 17, 1, 20), dtype) for dtype in DTYPES),
 )
 # Rows, channels, tokens, groups, states.
 _OF_CHANNELS = (
@@ -84,12 +86,6 @@ def _convolved(last: bool, x: Tensor, weight: Tensor, bias: Tensor, before: Tens
 def state_spaces(times: int) -> Iterator[tuple[str, str, Any, Any]]:
     """The same. Values are small, so that states stay finite but for one kind."""
     kinds = itertools.cycle(("normal", "normal", "tiny", "special"))
-    for dtype, shape, _ in itertools.product(DTYPES, _OF_HEADS, range(times)):
-        kind = next(kinds)
-        draw = partial(_heads, kind, shape, dtype)
-        yield "heads", f"{shape}, {dtype}, {kind}", draw, _scheduled(_of_heads)
-        if kind != "special":
-            yield "gradients", f"heads {shape}, {dtype}, {kind}", draw, _scheduled(_gradients_of_heads)
     for dtype, channels, _ in itertools.product(DTYPES, _OF_CHANNELS, range(times)):
         kind = next(kinds)
         draw = partial(_channels, kind, channels, dtype)
@@ -119,29 +115,38 @@ def _heads(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Results:
 def _of_heads(
     x: Tensor, dt: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, bias: Tensor, states: Tensor
 ) -> Results:
-    options: dict[str, Any] = {"D": D, "dt_bias": bias, "dt_softplus": True, "return_final_states": True}
-    y, after = ssd(x, dt, A, b, c, z=z, initial_states=states, **options)
-    packed = [t[:1].contiguous() for t in (x, dt, b, c)]
-    cuts = torch.tensor([0, 0, x.shape[1] // 3, x.shape[1]], device=x.device)
-    of = ssd(packed[0], packed[1], A, packed[2], packed[3], cu_seqlens=cuts, **options)
-    moved, wide = states.clone(), (len(bias), x.shape[3])
-    A, D, bias = (
-        A[:, None, None].expand(*wide, b.shape[3]),
-        D[:, None].expand(wide),
-        bias[:, None].expand(wide),
-    )
-    given = x[:, 0], dt[:, 0, :, None].expand(-1, *wide), A, b[:, 0], c[:, 0], D
-    first = selective_state_update(moved, *given, z[:, 0], bias, dt_softplus=True)
-    return y, after, *of, first, moved, selective_state_update(moved, *given, dt_limit=(0.0, 0.5))
+    """In one call with gates, by calls that go on, and packed."""
+    tokens: dict[str, Any] = {"x": x, "dt": dt, "B": b, "C": c}
+    options: dict[str, Any] = {"A": A, "D": D, "dt_bias": bias, "dt_softplus": True}
+    options["return_final_states"] = True
+    gated, state = ssd(**tokens, z=z, initial_states=states, **options)
+    found, count = [gated, state.matrix], x.shape[1]
+    going_on: Any = states
+    for start, stop in itertools.pairwise(sorted({0, count * 2 // 3, max(count - 1, 0), count})):
+        of: dict[str, Any] = {name: t[:, start:stop] for name, t in tokens.items()}
+        y, going_on = ssd(**of, initial_states=going_on, dt_limit=(0.0, 0.5), **options)
+        found.append(y)
+    first: dict[str, Any] = {name: t[:1] for name, t in tokens.items()}
+    cuts = torch.tensor([0, 0, count // 3, count], device=x.device)
+    y, packed = ssd(**first, cu_seqlens=cuts, **options)
+    return *found, going_on.matrix, y, packed.matrix
 
 
 def _gradients_of_heads(
     x: Tensor, dt: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, bias: Tensor, states: Tensor
 ) -> Results:
+    """Padded, from plain states, and gated, from where a state goes on."""
+    start = torch.arange(len(x), device=x.device).clamp(max=x.shape[1])
+    options: dict[str, Any] = {"dt_softplus": True, "return_final_states": True}
+    given = {"x": x, "dt": dt, "A": A, "B": b, "C": c}
+    more = {"D": D, "dt_bias": bias, "initial_states": states}
     with torch.enable_grad():
-        x, A, b, c, D, states = (t.detach().requires_grad_() for t in (x, A, b, c, D, states))
-        y, after = ssd(x, dt, A, b, c, D=D, dt_bias=bias, initial_states=states, return_final_states=True)
-        return torch.autograd.grad([y, after], [x, A, b, c, D, states], [z, states.detach()])
+        leaves: dict[str, Any] = {k: t.detach().requires_grad_() for k, t in (given | more).items()}
+        y, state = ssd(**leaves, **options, key_start=start)
+        found = torch.autograd.grad([y, state.matrix], [*leaves.values()], [z, states])
+        leaves = {name: leaves[name] for name in given} | {"z": z.detach().requires_grad_()}
+        y, state = ssd(**leaves, initial_states=state, **options)
+        return *found, *torch.autograd.grad([y, state.matrix], [*leaves.values()], [z, states])
 
 
 def _channels(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Results:
@@ -194,6 +199,11 @@ def delta_rules(times: int) -> Iterator[tuple[str, str, Any, Any]]:
         yield operation.__name__, name, draw, run
         run = _delta_scheduled(partial(_gradients_of_rule, operation), number)
         yield "gradients", f"{operation.__name__} {name}", draw, run
+    for (shape, dtype), _ in itertools.product(_OF_HEADS, range(times)):
+        kind, number = next(kinds), next(numbers)
+        draw, name = partial(_heads, kind, shape, dtype), f"{shape}, {dtype}, {kind}"
+        yield "ssd", name, draw, _delta_scheduled(_of_heads, number)
+        yield "gradients", f"ssd {name}", draw, _delta_scheduled(_gradients_of_heads, number)
 
 
 def _ruled(kind: str, shape: tuple[int, ...], dtype: torch.dtype, by_channel: bool) -> Results:
