@@ -184,7 +184,7 @@ __device__ __forceinline__ void go_back(const Params& p, Shared& at, i64 of_sums
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     selective_scan_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Shared& at = *reinterpret_cast<Shared*>(bytes);
