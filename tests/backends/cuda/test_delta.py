@@ -157,17 +157,25 @@ def test_gradients_compile_without_spills(
 
 
 @pytest.mark.parametrize(
-    ("kib", "size", "stages"), [(99, 128, 1), (163, 128, 2), (163, 256, 1), (227, 128, 2), (227, 256, 1)]
+    ("kib", "size", "by_channel", "stages"),
+    [
+        *((99, 128, False, 1), (163, 128, False, 2), (163, 256, False, 1), (227, 128, False, 2)),
+        *((227, 256, False, 1), (163, 128, True, 1), (227, 128, True, 2)),
+    ],
 )
 def test_gradients_take_the_stages_that_fit(
-    kib: int, size: int, stages: int, monkeypatch: pytest.MonkeyPatch
+    kib: int, size: int, by_channel: bool, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In 16 bits heads of 128 fit into every GPU's shared memory, and heads of 256 into an A100's."""
+    """In 16 bits heads of 128 fit into every GPU's shared memory, and heads of 256 into an A100's.
+
+    With a decay for each channel heads of 128 fit into an A100's.
+    """
     gpu = SimpleNamespace(sm_count=84, max_smem=kib << 10)
     monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
-    found = schedules.choose_of_gradients(torch.bfloat16, size, size, 32, True, False, 0)
+    found = schedules.choose_of_gradients(torch.bfloat16, size, size, 32, True, by_channel, 0)
     assert found.stages == stages
-    assert max(found.memory(torch.bfloat16, size, size, True)) <= gpu.max_smem
+    assert found.staged or not by_channel
+    assert max(found.memory(torch.bfloat16, size, size, True, by_channel)) <= gpu.max_smem
 
 
 def operands(form: tuple[object, ...], device: str = "cpu") -> Delta:

@@ -47,7 +47,7 @@ struct Record {
     }
 };
 
-// What delta_prepare.cu finds of a chunk, for one head. Rows that are not there are zeros.
+// What delta_prepare.cu finds of a chunk, for one head. Rows that are not there are zeros, but for their decays.
 struct Prepared {
     float decays[CHUNK][KEY_SIZE], kept[KEY_SIZE];  // the running sums, and decays over the whole chunk
     float weights[CHUNK][CHUNK];                    // scores of keys, [row, key]
