@@ -26,7 +26,10 @@ SMALL = [
 SMALL += [AttentionCase(w, "packed", 1, 1300, 1300, 16, heads=2, kv_heads=1) for w in ("forward", "both")]
 SMALL += [
     AttentionCase("forward", "decode", 2, 1, 300, 16, heads=2, kv_heads=1),
-    AttentionCase("forward", "chunk", 2, 20, 300, 16, heads=2, kv_heads=1),
+    *(
+        AttentionCase("forward", form, 2, 20, 300, 16, heads=2, kv_heads=1)
+        for form in ("chunk", *cases.CHUNKS)
+    ),
 ]
 named = pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c.form}-{c.work}")
 
@@ -38,7 +41,7 @@ def seen(case: AttentionCase) -> int:
         queries = min(n, case.queries)
         i, j = torch.arange(queries)[:, None] + n - queries, torch.arange(n)
         mask = torch.ones(queries, n, dtype=torch.bool) if case.form in ("full", "decode") else j <= i
-        if case.form == "window":
+        if "window" in case.form:
             mask &= j > i - cases.WINDOW
         found += int(mask.sum())
     return found

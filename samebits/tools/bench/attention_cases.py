@@ -19,7 +19,19 @@ from samebits.tools.bench.cases import BF16, Run, packed_lengths
 
 WINDOW = 1024
 
-Form = Literal["causal", "full", "window", "packed", "padded", "chunk", "decode"]
+Form = Literal[
+    "causal",
+    "full",
+    "window",
+    "packed",
+    "padded",
+    "decode",
+    "chunk",
+    "chunk, boolean mask",
+    "chunk, float mask",
+    "chunk, window",
+    "chunk, sinks",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +46,9 @@ class AttentionCase:
             * ``window``: causal, and at most `WINDOW` keys.
             * ``packed``: causal, sequences of mean length 512 one after the other (``cu_seqlens``).
             * ``padded``: causal, a batch of sequences with padding on the left (``key_start``).
-            * ``chunk``: causal; the queries are the last tokens of the keys.
+            * ``chunk``: causal; the queries are the last tokens of the keys. Said by a boolean mask; by a
+              float one, which also adds to each score; within a window of `WINDOW` keys; and with sinks,
+              which PyTorch's attention does not have: it then computes the chunk alone.
             * ``decode``: one query over all keys.
 
             The competitor of ``window``, ``packed`` and ``padded`` is samebits' own causal attention of as
@@ -70,7 +84,9 @@ class AttentionCase:
         """Pairs of a query and a key that it sees, for one head."""
         if self.form in ("full", "decode"):
             return self.batch * self.queries * self.keys
-        if self.form == "chunk":
+        if self.form == "chunk, window":
+            return self.batch * self.queries * WINDOW
+        if self.form.startswith("chunk"):
             return self.batch * (self.queries * self.keys - self.queries * (self.queries - 1) // 2)
         seen = (min(n, WINDOW) if self.form == "window" else n for n in self.lengths)
         return sum(w * (w + 1) // 2 + (n - w) * w for w, n in zip(seen, self.lengths, strict=True))
@@ -116,6 +132,8 @@ def _own(work: Literal["forward", "both"], head: int) -> list[AttentionCase]:
     return [AttentionCase(work, form, b, t, t, head) for form, some in sizes.items() for b, t in some]
 
 
+CHUNKS: tuple[Form, ...] = ("chunk, boolean mask", "chunk, float mask", "chunk, window", "chunk, sinks")
+
 ATTENTION: tuple[AttentionCase, ...] = (
     *(
         AttentionCase(work, form, b, t, t, head)
@@ -132,6 +150,8 @@ ATTENTION: tuple[AttentionCase, ...] = (
         for b in (1, 4)
         for n in (8192, 16384, 32768)
     ),
+    *(AttentionCase("forward", form, 1, 512, 8192, head) for form in CHUNKS for head in _HEADS),
+    *(AttentionCase("both", "causal", b, n, n, h, 16, 16) for b, n in ((8, 512), (4, 2048)) for h in _HEADS),
 )
 
 MEMORY = tuple(AttentionCase("both", "causal", 1, 16384, 16384, 128, kv_heads=n) for n in (32, 8))
@@ -155,7 +175,11 @@ def quick_attention() -> tuple[AttentionCase, ...]:
         for c in ATTENTION
         if c.head == 128
         and (c.form != "full" or c.work == "forward")
-        and (c.batch, c.keys) in (few if c.form == "decode" else {(1, 16384)} if c.form == "chunk" else some)
+        and (
+            c.form in CHUNKS
+            or (c.batch, c.keys)
+            in (few if c.form == "decode" else {(1, 16384)} if c.form == "chunk" else some)
+        )
     )
 
 
@@ -183,8 +207,12 @@ def options(case: AttentionCase, device: torch.device | str) -> dict[str, Any]:
     """What :func:`samebits.attention` is called with, besides tensors."""
     if case.form in ("full", "decode"):
         return {}
+    if "mask" in case.form:
+        return {"mask": chunk_mask(case, device)}
     found: dict[str, Any] = {"causal": True}
-    if case.form == "window":
+    if case.form == "chunk, sinks":
+        found["sinks"] = torch.arange(case.heads, device=device) / 8 - 2
+    if "window" in case.form:
         found["window"] = (WINDOW - 1, 0)
     if case.form == "padded":
         starts = [case.keys - n for n in case.lengths]
@@ -194,6 +222,15 @@ def options(case: AttentionCase, device: torch.device | str) -> dict[str, Any]:
         ends = torch.tensor(offsets, dtype=torch.int32, device=device)
         found |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
     return found
+
+
+def chunk_mask(case: AttentionCase, device: torch.device | str) -> Tensor:
+    """What a chunk's queries see: boolean, or to add to scores, less the further a key is away."""
+    last = torch.arange(case.keys - case.queries, case.keys, device=device)[:, None]
+    away = last - torch.arange(case.keys, device=device)
+    if case.form == "chunk, float mask":
+        return (away / -256).masked_fill(away < 0, -torch.inf).to(case.dtype)
+    return (away >= 0) & (away < WINDOW) if case.form == "chunk, window" else away >= 0
 
 
 def with_gradients(forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -224,13 +261,16 @@ BACKENDS = {
 def theirs(case: AttentionCase, backend: SDPBackend, device: torch.device | str) -> Run:
     """The call of PyTorch by one of its backends, which may refuse it."""
     mask: Any = None
-    if case.form == "chunk":  # is_causal would mean that the first query sees the first key alone
-        mask = causal_lower_right(case.queries, case.keys)
-        if backend != SDPBackend.FLASH_ATTENTION:
-            mask = torch.ones(case.queries, case.keys, dtype=torch.bool, device=device)
-            mask = mask.tril(case.keys - case.queries)
+    if case.form.startswith("chunk"):  # is_causal would mean that the first query sees the first key alone
+        mask = chunk_mask(case, device)
+        if case.form in ("chunk", "chunk, sinks") and backend == SDPBackend.FLASH_ATTENTION:
+            mask = causal_lower_right(case.queries, case.keys)
+    # Efficient attention takes no groups of heads, so keys and values are repeated for it.
+    repeats = case.heads // case.kv_heads if backend == SDPBackend.EFFICIENT_ATTENTION else 1
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if repeats > 1:
+            k, v = (t.repeat_interleave(repeats, 2) for t in (k, v))
         with sdpa_kernel(backend):
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
@@ -238,7 +278,7 @@ def theirs(case: AttentionCase, backend: SDPBackend, device: torch.device | str)
                 v.transpose(1, 2),
                 attn_mask=mask,
                 is_causal=case.form == "causal",
-                enable_gqa=case.heads != case.kv_heads,
+                enable_gqa=q.shape[2] != k.shape[2],
             )
         return out.transpose(1, 2)
 

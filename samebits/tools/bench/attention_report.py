@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from samebits.tools.bench.attention_cases import WINDOW
+from samebits.tools.bench.attention_cases import CHUNKS, WINDOW
 
 Case = dict[str, Any]
 
@@ -42,6 +42,7 @@ BANDS: dict[str, Callable[[Case], bool]] = {
     },
     "decode": _is("forward", "decode"),
     "512 queries over many keys": _is("forward", "chunk"),
+    "512 queries over 8,192 keys, masks, window, sinks": _is("forward", *CHUNKS),
 }
 """Lists of cases, of which a geometric mean is taken."""
 
