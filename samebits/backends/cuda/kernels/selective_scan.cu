@@ -114,12 +114,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selective_scan(const __
             const Place place(g);
             if (!place.is_in_tile()) continue;
             float u[VECTOR], v[VECTOR];
+            raw_steps(place, width, low, high, now.delta[g], p.bias, channel, u);
+            if constexpr (SOFTPLUS) softplus_all(u);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
                 const int e = place.channel(i), t = place.token(i);
                 const bool is = e < width && t >= low && t < high;
                 // Another token changes no state: e^0 = 1, and the sum with -0 is the other summand.
-                u[i] = is ? step_of(raw_step(now.delta[g][i], p.bias, channel + e)) : 0.0f;
+                u[i] = is ? u[i] : 0.0f;
                 v[i] = is ? __fmul_rn(u[i], now.x[g][i]) : -0.0f;
                 far |= !is_near(u[i], at.least[e]);
             }
@@ -150,11 +152,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selective_scan(const __
             if (!place.is(width, low, high)) continue;
             float y[VECTOR];
             load_values<Element<F32>>(at.y + place.in_shared(), y);
+            if (p.skip)
 #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) {
-                if (p.skip)
+                for (int i = 0; i < VECTOR; ++i)
                     y[i] = __fadd_rn(y[i], __fmul_rn(p.skip[channel + place.channel(i)], now.x[g][i]));
-                if constexpr (GATE) y[i] = __fmul_rn(y[i], contract::silu(now.z[g][i]));
+            if constexpr (GATE) {
+                float z[VECTOR], gate[VECTOR];
+#pragma unroll
+                for (int i = 0; i < VECTOR; ++i) z[i] = now.z[g][i];
+                silu_all(z, gate);
+#pragma unroll
+                for (int i = 0; i < VECTOR; ++i) y[i] = __fmul_rn(y[i], gate[i]);
             }
             store_tile<In>(p.out + p.of_out.at(span.row, channel + place.d, token + place.t), place, low,
                            high, y);

@@ -224,15 +224,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const Place place(i);
             if (!place.is_in_tile()) continue;
             float u[VECTOR], v[VECTOR], g[VECTOR];
+            raw_steps(place, width, low, high, now.delta[i], p.bias, channel, u);
+            if constexpr (SOFTPLUS) softplus_all(u);
+            if constexpr (GATE) {
+                float z[VECTOR];
+#pragma unroll
+                for (int j = 0; j < VECTOR; ++j) z[j] = now.z[i][j];
+                silu_all(z, g);
+            }
 #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
                 const int e = place.channel(j), t = place.token(j);
                 const bool within = e < width && t >= low && t < high;
-                u[j] = within ? step_of(raw_step(now.delta[i][j], p.bias, channel + e)) : 0.0f;
+                u[j] = within ? u[j] : 0.0f;
                 v[j] = within ? __fmul_rn(u[j], now.x[i][j]) : -0.0f;
-                g[j] = within ? now.grad[i][j] : 0.0f;
-                if constexpr (GATE)
-                    if (within) g[j] = __fmul_rn(g[j], contract::silu(now.z[i][j]));
+                g[j] = within ? (GATE ? __fmul_rn(now.grad[i][j], g[j]) : now.grad[i][j]) : 0.0f;
                 far |= !is_near(u[j], at.least[e]);
             }
             put(at.u + place.in_shared(), u);
@@ -266,27 +272,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < GROUPS; ++i) {
             const Place place(i);
             if (!place.is(width, low, high)) continue;
-            float dx[VECTOR], dr[VECTOR], dz[VECTOR], of_skip[VECTOR];
+            float dx[VECTOR], dr[VECTOR], of_skip[VECTOR], skip[VECTOR] = {};
+            if (p.skip)
+#pragma unroll
+                for (int j = 0; j < VECTOR; ++j) skip[j] = p.skip[channel + place.channel(j)];
 #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                const int e = channel + place.channel(j), in_shared = place.in_shared() + j;
+                const int in_shared = place.in_shared() + j;
                 const float x = now.x[i][j], g = at.g[in_shared], dv = at.dv[in_shared];
                 dx[j] = __fmul_rn(dv, at.u[in_shared]);
-                if (p.skip) dx[j] = __fadd_rn(dx[j], __fmul_rn(g, p.skip[e]));
+                if (p.skip) dx[j] = __fadd_rn(dx[j], __fmul_rn(g, skip[j]));
                 of_skip[j] = __fmul_rn(g, x);
                 dr[j] = __fadd_rn(__fmul_rn(dv, x), at.dw[in_shared]);
-                if constexpr (SOFTPLUS)
-                    dr[j] = __fmul_rn(dr[j], contract::sigmoid(raw_step(now.delta[i][j], p.bias, e)));
-#if GATE
-                float y = at.y[in_shared];
-                if (p.skip) y = __fadd_rn(y, __fmul_rn(p.skip[e], x));
-                dz[j] = contract::silu_gradient(__fmul_rn(now.grad[i][j], y), now.z[i][j]);
-#endif
+            }
+            if constexpr (SOFTPLUS) {
+                float raw[VECTOR], slope[VECTOR];
+                raw_steps(place, width, low, high, now.delta[i], p.bias, channel, raw);
+                sigmoid_all(raw, slope);
+#pragma unroll
+                for (int j = 0; j < VECTOR; ++j) dr[j] = __fmul_rn(dr[j], slope[j]);
             }
             const i64 to = p.of_out.at(span.row, channel + place.d, token + place.t);
+#if GATE
+            float z[VECTOR], s[VECTOR], dz[VECTOR];
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) z[j] = now.z[i][j];
+            sigmoid_all(z, s);
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) {
+                float y = at.y[place.in_shared() + j];
+                if (p.skip) y = __fadd_rn(y, __fmul_rn(skip[j], now.x[i][j]));
+                dz[j] = contract::silu_gradient_by(s[j], __fmul_rn(now.grad[i][j], y), z[j]);
+            }
+            store_tile<Gate>(p.dz + to, place, low, high, dz);
+#endif
             store_tile<In>(p.dx + to, place, low, high, dx);
             store_tile<Dt>(p.ddelta + to, place, low, high, dr);
-            if constexpr (GATE) store_tile<Gate>(p.dz + to, place, low, high, dz);
             put(at.dw + place.in_shared(), dr);  // read by this thread alone, until here
             put(at.dv + place.in_shared(), of_skip);
         }

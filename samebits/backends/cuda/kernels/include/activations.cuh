@@ -60,9 +60,12 @@ __device__ __forceinline__ float fast_silu(float a) {
 
 // Gradients of functions of a, given g of their results.
 
-__device__ __forceinline__ float silu_gradient(float g, float a) {
-    const float y = sigmoid(a);
+// From the sigmoid y of a.
+__device__ __forceinline__ float silu_gradient_by(float y, float g, float a) {
     return __fmul_rn(__fmul_rn(g, y), __fmaf_rn(a, __fsub_rn(1.0f, y), 1.0f));
+}
+__device__ __forceinline__ float silu_gradient(float g, float a) {
+    return silu_gradient_by(sigmoid(a), g, a);
 }
 
 // From the result y.

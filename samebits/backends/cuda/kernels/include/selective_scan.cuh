@@ -228,11 +228,75 @@ __device__ __forceinline__ float least_of(const float (&own)[8]) {
     return least;
 }
 
-// softplus(delta + bias), or the sum alone.
-__device__ __forceinline__ float raw_step(float delta, const float* bias, int channel) {
-    return bias ? __fadd_rn(delta, bias[channel]) : delta;
+// a / b by the steps of a GPU's own division, which branches for each quotient: here it does once for all of them.
+template <int count>
+__device__ __forceinline__ void divide(const float (&a)[count], const float (&b)[count], float (&q)[count]) {
+#if __CUDA_ARCH__ >= 800
+    bool far = false;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        float r;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b[i]));
+        r = __fmaf_rn(r, __fmaf_rn(-b[i], r, 1.0f), r);
+        q[i] = __fmul_rn(a[i], r);
+        q[i] = __fmaf_rn(r, __fmaf_rn(-b[i], q[i], a[i]), q[i]);
+        const float size = fabsf(a[i]);  // the remainder is exact, and no step leaves the normal numbers
+        far |= !(size >= 0x1p-60f && size <= 0x1p+60f && b[i] >= 0x1p-30f && b[i] <= 0x1p+60f);
+    }
+    if (!far) return;
+#endif
+#pragma unroll
+    for (int i = 0; i < count; ++i) q[i] = __fdiv_rn(a[i], b[i]);
 }
-__device__ __forceinline__ float step_of(float raw) { return SOFTPLUS ? contract::softplus(raw) : raw; }
+
+// contract::softplus, sigmoid and silu of each.
+template <int count>
+__device__ __forceinline__ void softplus_all(float (&x)[count]) {
+    float e[count], sum[count], a[count], b[count], q[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        e[i] = contract::exp(-fabsf(x[i]));
+        sum[i] = __fadd_rn(1.0f, e[i]);
+        a[i] = sum[i] == 1.0f ? 1.0f : e[i], b[i] = sum[i] == 1.0f ? 1.0f : __fsub_rn(sum[i], 1.0f);
+    }
+    divide(a, b, q);
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        const float above = sum[i] == 1.0f ? e[i] : __fmul_rn(contract::log(sum[i]), q[i]);
+        x[i] = x[i] > 0.0f ? __fadd_rn(x[i], above) : above;
+    }
+}
+
+template <int count>
+__device__ __forceinline__ void sigmoid_all(const float (&x)[count], float (&y)[count]) {
+    float one[count], sum[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) one[i] = 1.0f, sum[i] = contract::one_and_exp_minus(x[i]);
+    divide(one, sum, y);
+}
+
+template <int count>
+__device__ __forceinline__ void silu_all(const float (&x)[count], float (&y)[count]) {
+    float sum[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) sum[i] = contract::one_and_exp_minus(x[i]);
+    divide(x, sum, y);
+}
+
+// What softplus takes of a place, or steps: 0 where it has no values.
+template <class Delta>
+__device__ __forceinline__ void raw_steps(const Place& place, int width, int low, int high,
+                                          const Delta& delta, const float* bias, int channel,
+                                          float (&raw)[VECTOR]) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+        const int t = place.token(i);
+        raw[i] = place.channel(i) < width && t >= low && t < high ? delta[i] : 0.0f;
+    }
+    if (bias && place.is(width, low, high))
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) raw[i] = __fadd_rn(raw[i], bias[channel + place.channel(i)]);
+}
 
 // Whether `exp_near` is the decay of a step, for all states of a channel. The product of the step and the least of
 // their decays is the least of all products, since rounding keeps an order.
