@@ -56,6 +56,7 @@ from samebits.backends.cuda import (
     rsqrt,
     selective_scan,
     slots,
+    ssd_steps,
     state_space,
     vector_norm,
 )
@@ -439,6 +440,8 @@ def recurrent_layers() -> Iterator[Kernel]:
         yield spec(F16, size, own, one, step=True, softplus=True, dt=x, gate=F32), HOPPER
         for aligned in (False, True):
             yield state_space.backward_spec(x, x, size, own, aligned), HOPPER
+    for of_steps, softplus in itertools.product(((BF16, F32, F16), (F32, BF16, F32)), (False, True)):
+        yield ssd_steps.kernel_spec(*of_steps, softplus), archs[next(n) % len(archs)]
     types = (BF16, F16, F32), (F32, F32, None)
     for (x, steps, gate), size, flag in itertools.product(types, (5, 16, 128), (False, True)):
         form = selective_scan.Form(x, steps, gate, x, size, flag, not flag, flag, flag, not flag, flag)

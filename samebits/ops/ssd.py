@@ -15,9 +15,9 @@ from samebits.ops._fused import check_tensors
 from samebits.ops._packed import check_packed, offsets_of
 from samebits.ops._recurrent import beginning, recur, spans_of
 from samebits.ops._rows import rounded
+from samebits.ops._ssd_steps import ssd_steps
 from samebits.ops._state_space import check_sizes, dimensions, expect
 from samebits.ops.activation import activation
-from samebits.ops.expand import expand
 
 __all__ = ["ssd", "ssd_layout"]
 
@@ -125,13 +125,11 @@ def ssd(
         begin = beginning(_OP, initial_states, own, len(spans), x, "initial_states")
     else:
         begin = plain.to(torch.float32).mT.contiguous(), None
-    skip = None
-    if D is not None:
-        wide = D.to(torch.float32)
-        skip = expand(wide[:, None] if D.ndim == 1 else wide, (heads, size)).contiguous()
-    steps = _steps(dt, dt_bias, dt_softplus, dt_limit)
-    decays = steps * expand(A.to(torch.float32), steps.shape)
-    options = {"weights": steps.flatten(0, 1), "skip": skip, "wide": z is not None}
+    limits = (float(dt_limit[0]), float(dt_limit[1]))
+    given = (dt.flatten(0, 1), dt_bias, A.to(torch.float32).contiguous(), D)
+    steps, decays, skip = ssd_steps(*given, size, dt_softplus, *limits)
+    options = {"weights": steps, "skip": None if D is None else skip, "wide": z is not None}
+    decays = decays.view(dt.shape)
     operands = (C, B, x, decays, None)
     y, state = recur(own, operands, begin, spans, 1.0, return_final_states, key, **options)
     if z is not None:
@@ -142,13 +140,3 @@ def ssd(
 def ssd_layout(x: Tensor, B: Tensor) -> Layout:
     """What the states of calls with such ``x[batch, T, heads, P]`` and ``B[batch, T, groups, N]`` hold."""
     return layout(_OP, x.shape[2], B.shape[3], x.shape[3], x.dtype, weighted=True)
-
-
-def _steps(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]) -> Tensor:
-    """Step sizes in float32."""
-    steps = dt.to(torch.float32)
-    if bias is not None:
-        steps = steps + expand(bias.to(torch.float32), dt.shape)
-    if softplus:
-        steps = activation(steps, "softplus")
-    return steps if softplus and tuple(limit) == (0.0, math.inf) else steps.clamp(*limit)
