@@ -57,7 +57,6 @@ from samebits.backends.cuda import (
     selective_scan,
     slots,
     ssd_steps,
-    state_space,
     vector_norm,
 )
 from samebits.backends.cuda.attention import backward_sm90, sm90, universal, universal_backward
@@ -431,15 +430,6 @@ def recurrent_layers() -> Iterator[Kernel]:
     for x, taps, flags in every:
         for vector in (1, 16 // x.itemsize):
             yield causal_conv1d.kernel_spec(x, taps, vector, *flags), archs[next(n) % len(archs)]
-    for x, size, own in itertools.product((BF16, F32), (16, 64, 128), (False, True)):
-        spec = state_space.kernel_spec
-        for s in state_space.schedules(size, own):
-            yield spec(x, size, own, s), HOPPER
-            yield spec(x, size, own, s, wide=True, aligned=False), archs[next(n) % len(archs)]
-        one = state_space.Scan(1, 1)
-        yield spec(F16, size, own, one, step=True, softplus=True, dt=x, gate=F32), HOPPER
-        for aligned in (False, True):
-            yield state_space.backward_spec(x, x, size, own, aligned), HOPPER
     for of_steps, softplus in itertools.product(((BF16, F32, F16), (F32, BF16, F32)), (False, True)):
         yield ssd_steps.kernel_spec(*of_steps, softplus), archs[next(n) % len(archs)]
     types = (BF16, F16, F32), (F32, F32, None)
@@ -448,6 +438,9 @@ def recurrent_layers() -> Iterator[Kernel]:
         for schedule in selective_scan.catalogue(size):
             yield selective_scan.kernel_spec(form, schedule, flag), archs[next(n) % len(archs)]
         yield selective_scan.gradients_spec(form), HOPPER
+        wide = flag and size != 5
+        spec = selective_scan.step_spec(x, steps, gate, x, size, flag, not flag, wide)
+        yield spec, archs[next(n) % len(archs)]
         yield selective_scan.sums_spec(x, size, 2), archs[next(n) % len(archs)]
     rules = itertools.product((False, True), ("none", "delta", "weighted"))
     for x, (by_channel, rule) in itertools.product((BF16, F32), rules):

@@ -78,21 +78,21 @@ def selective_state_update(
     check_sizes(op, channels, groups, states)
     lowest, highest = (-math.inf, math.inf) if dt_limit is None else map(float, dt_limit)
     y: Tensor = _update(
-        *(x, dt, A.to(torch.float32), B, C),
-        *(None if t is None else t.to(torch.float32) for t in (D, dt_bias)),
-        *(z, state, True, dt_softplus, lowest, highest),
+        *(x, dt, A.to(torch.float32), B, C, None if D is None else D.to(torch.float32), z),
+        None if dt_bias is None else dt_bias.to(torch.float32),
+        *(state, dt_softplus, lowest, highest),
     )
     return y
 
 
 def _move_on(*args: Any) -> Tensor:
-    y: Tensor = module_for("state_space", args[0])[0].step(*args)
+    y: Tensor = module_for("selective_scan", args[0])[0].step(*args)
     return y
 
 
 _update = Operator(
-    "state_space_step(Tensor x, Tensor dt, Tensor decays, Tensor b, Tensor c, Tensor? skip, Tensor? bias,"
-    " Tensor? z, Tensor(a!) states, bool own, bool softplus, float lowest, float highest) -> Tensor",
+    "selective_state_update(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,"
+    " Tensor? bias, Tensor(a!) states, bool softplus, float lowest, float highest) -> Tensor",
     cpu=_move_on,
     fake=lambda x, *_: x.new_empty(x.shape),
 )

@@ -99,7 +99,9 @@ def test_schedules_and_their_choice() -> None:
 @pytest.mark.parametrize("size", [8, 16, 64])
 def test_kernels_compile(size: int) -> None:
     form = kernels.Form(BF16, F32, F16, BF16, size, True, True, True, True, True, True)
-    for spec in (kernels.kernel_spec(form, kernels.catalogue(size)[0]), kernels.sums_spec(BF16, size, 2)):
+    step = kernels.step_spec(BF16, F32, F16, BF16, size, True, True, True)
+    scan = kernels.kernel_spec(form, kernels.catalogue(size)[0])
+    for spec in (scan, step, kernels.sums_spec(BF16, size, 2)):
         assert resources(spec, "sm_90a").spill_bytes == 0
     spec = kernels.gradients_spec(form)
     assert resources(spec, "sm_90a").spill_bytes < 1 << 10  # of a tile, not of a token

@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samebits import selective_scan, selective_state_update
-from samebits.backends.cuda import state_space as host
 from samebits.backends.reference import state_space as reference
 from samebits.ops.activation import activation
 from samebits.testing import assert_same_bits
 from tests.support import naive_state_space as naive
-from tests.support.cubins import resources
 from tests.support.devices import DEVICES, case
 from tests.support.naive_bits import rounded
 
@@ -96,7 +94,7 @@ def test_gradients_have_the_bits_of_the_naive_implementation() -> None:
     b, c = (case("normal", (tokens, 1, states), F32, "cpu", seed) for seed in (4, 5))
     before, of_after = (case("normal", (2, count, states), F32, "cpu", seed) for seed in (6, 7))
     offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
-    given = (g, of_after, x, steps, decays, b, c, before, offsets, True)
+    given = (g, of_after, x, steps, decays, b, c, before, offsets)
     dv, dw, db, dc, da, of_before = reference.scan_backward(*given)
     terms: dict[tuple[str, int], list[Any]] = {}
     for s, (start, stop) in enumerate(((0, 3), (3, 7))):
@@ -136,21 +134,6 @@ def test_a_step_has_no_gradients() -> None:
     at = [given[n][..., 0] for n in ("u", "delta")] + [given["A"], given["B"][..., 0], given["C"][..., 0]]
     with pytest.raises(NotImplementedError, match="A: gradients are not implemented"):
         selective_state_update(torch.zeros(2, 37, 11), *at[:2], at[2].requires_grad_(), *at[3:])
-
-
-@pytest.mark.parametrize(("size", "own"), [(5, False), (16, True), (128, False), (256, False)])
-def test_kernels_compile(size: int, own: bool) -> None:
-    specs = [host.kernel_spec(BF16, size, own, s) for s in host.schedules(size, own)]
-    step = host.kernel_spec(F16, size, own, host.Scan(1, 1), step=True, softplus=True, dt=BF16, gate=F32)
-    for spec in (*specs, step, host.backward_spec(F32, BF16, size, own)):
-        cubin = resources(spec, "sm_90a" if spec.smem else "sm_80")
-        assert cubin.static_smem <= 48 << 10
-        assert cubin.spill_bytes < 64 or size == 256
-
-
-def test_a_gpu_full_of_blocks_keeps_more_channels_in_a_thread() -> None:
-    assert [host.choose(128, False, 4096, 1, rows, 132).kept for rows in (1, 2, 4, 8)] == [1, 2, 4, 4]
-    assert host.choose(16, True, 8192, 1, 8, 132).kept == 2
 
 
 def test_heads_have_states_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""Mamba's scan on CUDA tensors: ``kernels/selective_scan.cu`` and ``selective_scan_backward.cu``."""
+"""Mamba's scan on CUDA tensors: ``kernels/selective_scan*.cu``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import compiler, devices, runtime
-from samebits.backends.cuda.operands import TYPES, address
-from samebits.backends.cuda.state_space import lanes
+from samebits.backends.cuda.operands import TYPES, address, with_rows
 from samebits.backends.selective_scan import laid_out
 from samebits.functions import CHANNEL_BLOCK, STATE_PIECE, VOCAB_BLOCK
 
 _F32 = torch.float32
 _CHUNK = 8
 _MOST_TERMS = 72 << 10  # bytes of shared memory for what is summed over channels
-_OF_SUMS = 128  # threads of a block of selective_scan_sums.cu
+_OF_STEP = _OF_SUMS = 128  # threads of a block of selective_scan_step.cu, selective_scan_sums.cu
 _STRIDES = "qq" * 4 + "qqqq" * 2
+
+
+def lanes(size: int) -> int:
+    """Lanes that share the state of a channel."""
+    return 1 << (-(-size // STATE_PIECE) - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,35 @@ def gradients_spec(form: Form) -> compiler.KernelSpec:
     )
 
 
+def step_spec(
+    dtype: torch.dtype,
+    dt: torch.dtype,
+    gate: torch.dtype | None,
+    of_states: torch.dtype,
+    size: int,
+    softplus: bool,
+    aligned: bool,
+    wide: bool,
+    *,
+    programmatic: bool = False,
+) -> compiler.KernelSpec:
+    """The kernel of ``selective_scan_step.cu``."""
+    constants = (
+        *(("IN", TYPES[dtype]), ("DT", TYPES[dt]), ("GATE", TYPES[gate]), ("OF_BC", TYPES[of_states])),
+        *(
+            ("SIZE", size),
+            ("SOFTPLUS", int(softplus)),
+            ("ALIGNED", int(aligned)),
+            ("VECTOR", 8 if wide else 1),
+        ),
+    )
+    return compiler.KernelSpec(
+        *("selective_scan_step.cu", "selective_scan_step", "P" * 10 + "q" * 8 + "iiiff", constants),
+        block=_OF_STEP,
+        programmatic=programmatic,
+    )
+
+
 def sums_spec(dtype: torch.dtype, size: int, runs: int, *, programmatic: bool = False) -> compiler.KernelSpec:
     """The kernel of ``selective_scan_sums.cu``."""
     constants = ("OUT", TYPES[dtype]), ("SIZE", size), ("RUNS", runs)
@@ -132,6 +165,7 @@ def sums_spec(dtype: torch.dtype, size: int, runs: int, *, programmatic: bool = 
 
 _kernel = runtime.loader(kernel_spec)
 _gradients_kernel = runtime.loader(gradients_spec)
+_step_kernel = runtime.loader(step_spec)
 _sums_kernel = runtime.loader(sums_spec)
 
 
@@ -313,4 +347,49 @@ def _over_blocks(terms: Tensor, of: Tensor) -> Tensor:
             (-(-out.numel() // _OF_SUMS), 1, 1),
             *(terms.data_ptr(), out.data_ptr(), out.numel(), terms.shape[2], groups, tokens),
         )
+    return out
+
+
+def step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    states: Tensor,
+    softplus: bool,
+    lowest: float,
+    highest: float,
+) -> Tensor:
+    """Outputs of one token of each sequence, from raw dt, with their gates; `states` are moved on."""
+    (batch, channels), (groups, size), device = x.shape, B.shape[1:], x.get_device()
+    out = runtime.empty((batch, channels), x.dtype, device)
+    if not states.numel():
+        return out
+    moved = states if states[0].is_contiguous() else states.contiguous()
+    x, dt, A = with_rows(x), with_rows(dt), A.contiguous()
+    z, (D, bias) = (
+        None if z is None else with_rows(z),
+        (None if t is None else t.contiguous() for t in (D, bias)),
+    )
+    b, c = (B, C) if B.dtype == C.dtype else (B.to(_F32), C.to(_F32))
+    b, c = (t if t.stride(2) == 1 or size == 1 else t.contiguous() for t in (b, c))
+    aligned = not (moved.data_ptr() | A.data_ptr() | 4 * moved.stride(0)) & 15
+    wide = not (b.data_ptr() | c.data_ptr()) & 15 and not size & 7
+    wide = wide and not any(t.stride(dim) & 7 for t in (b, c) for dim in (0, 1))
+    blocks = -(-channels // groups * lanes(size) // _OF_STEP)
+    gate = None if z is None else z.dtype
+    _step_kernel(device, x.dtype, dt.dtype, gate, b.dtype, size, softplus, aligned, wide).launch(
+        (batch, groups * blocks, 1),
+        *(x.data_ptr(), dt.data_ptr(), address(z), b.data_ptr(), c.data_ptr(), A.data_ptr()),
+        *(address(D), address(bias), moved.data_ptr(), out.data_ptr()),
+        *(x.stride(0), dt.stride(0), 0 if z is None else z.stride(0)),
+        *(*b.stride()[:2], *c.stride()[:2], moved.stride(0)),
+        *(channels, channels // groups, blocks, lowest, highest),
+    )
+    if moved is not states:
+        states.copy_(moved)
     return out

@@ -35,6 +35,27 @@ def scan(
     return _as(u, rounded(y, u.dtype)), after
 
 
+def step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    states: Tensor,
+    softplus: bool,
+    lowest: float,
+    highest: float,
+) -> Tensor:
+    """Outputs of one token of each sequence, from raw dt, with their gates; `states` are moved on."""
+    steps = _steps(dt[..., None], bias, softplus)[0].clamp(lowest, highest)
+    y, after = state_space.scan(x, steps, A, B, C, D, states, torch.arange(len(x) + 1))
+    states.copy_(after)
+    return rounded(y if z is None else y * activated(z, "silu"), x.dtype)
+
+
 def scan_backward(
     grad: Tensor,
     grad_states: Tensor | None,
@@ -62,7 +83,7 @@ def scan_backward(
         dz = _as(u, rounded(activation_backward(g * y, gate, "silu"), z.dtype))
         g = g * activated(gate, "silu")
     dv, dw, db, dc, da, before = state_space.scan_backward(
-        *(g, grad_states, x, steps, A, _of_tokens(B), _of_tokens(C), states, _offsets(u, offsets), True)
+        *(g, grad_states, x, steps, A, _of_tokens(B), _of_tokens(C), states, _offsets(u, offsets))
     )
     du = dv * steps if D is None else dv * steps + g * D
     dr = dv * x + dw
@@ -93,7 +114,7 @@ def _scanned(
     offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs before their gates in float32, ``[tokens, channels]``, and the states after each sequence."""
-    given = _rows(u), steps, A, _of_tokens(B), _of_tokens(C), D, states, _offsets(u, offsets), True, _F32
+    given = _rows(u), steps, A, _of_tokens(B), _of_tokens(C), D, states, _offsets(u, offsets)
     return state_space.scan(*given)
 
 

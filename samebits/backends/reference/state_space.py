@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from samebits.backends.reference import state_space_kernels as kernels
-from samebits.backends.reference.fused import activated
 from samebits.backends.reference.logp import over_rows
 from samebits.backends.reference.matmul import require_subnormals, rounded
 from samebits.functions import CHANNEL_BLOCK
@@ -26,44 +25,17 @@ def scan(
     skip: Tensor | None,
     states: Tensor | None,
     offsets: Tensor,
-    own: bool,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs in `dtype`, and the states ``[sequences, channels, size]`` after each sequence."""
+    """Outputs in float32, and the states ``[sequences, channels, size]`` after each sequence."""
     require_subnormals()
     x, steps, decays, b, c = map(_wide, (x, steps, decays, b, c))
     out = torch.zeros_like(x)
     after = _after(states, offsets, x, b).clone()
     along = x.new_empty(0) if skip is None else _wide(skip)
     arrays = (t.numpy() for t in (b, c, after, along, offsets.to(torch.int64), out))
-    given = x.numpy(), steps.numpy(), decays.numpy(), own, *arrays
+    given = x.numpy(), steps.numpy(), decays.numpy(), *arrays
     _over_units(x, b, after, lambda *span: kernels.scan(*given, *span))
-    return rounded(out, dtype), rounded(after.view(-1, after.shape[2]), _F32).view_as(after)
-
-
-def step(
-    x: Tensor,
-    dt: Tensor,
-    decays: Tensor,
-    b: Tensor,
-    c: Tensor,
-    skip: Tensor | None,
-    bias: Tensor | None,
-    z: Tensor | None,
-    states: Tensor,
-    own: bool,
-    softplus: bool,
-    lowest: float,
-    highest: float,
-) -> Tensor:
-    """Outputs of one token of each sequence, from raw dt, with their gates; `states` are moved on."""
-    steps = _wide(dt) if bias is None else _wide(dt) + bias
-    steps = (activated(steps, "softplus") if softplus else steps).clamp(lowest, highest)
-    y, after = scan(
-        x, steps, decays, b, c, skip, states, torch.arange(len(x) + 1), own, x.dtype if z is None else _F32
-    )
-    states.copy_(after)
-    return y if z is None else rounded(y * activated(z, "silu"), x.dtype)
+    return out, rounded(after.view(-1, after.shape[2]), _F32).view_as(after)
 
 
 def scan_backward(
@@ -76,7 +48,6 @@ def scan_backward(
     c: Tensor,
     states: Tensor | None,
     offsets: Tensor,
-    own: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """In float32: dv, dw, and dB, dC in blocks of channels, dA of each sequence, that of states before."""
     require_subnormals()
@@ -86,8 +57,8 @@ def scan_backward(
     blocks = -(-x.shape[1] // groups // CHANNEL_BLOCK)
     dv, dw = torch.zeros_like(x), torch.zeros_like(x)
     db, dc = (x.new_zeros(len(x), groups, blocks, size) for _ in range(2))
-    da = torch.zeros_like(adjoints) if own else x.new_empty(0, 0, 0)
-    given: tuple[Any, ...] = grad.numpy(), x.numpy(), steps.numpy(), decays.numpy(), own, b.numpy(), c.numpy()
+    da = torch.zeros_like(adjoints)
+    given: tuple[Any, ...] = grad.numpy(), x.numpy(), steps.numpy(), decays.numpy(), b.numpy(), c.numpy()
     given += before.numpy(), adjoints.numpy(), offsets.to(torch.int64).numpy()
     given += tuple(t.numpy() for t in (dv, dw, db, dc, da))
     _over_units(x, b, adjoints, lambda *span: kernels.scan_backward(*given, *span))

@@ -1,16 +1,15 @@
 """Selective state spaces, token after token: ``docs/contract.md``, "State spaces".
 
 A unit of work is a sequence and a block of channels of one group. LLVM vectorizes the loops over the channels
-of a block. All arrays are float32. With `own`, ``decays[channels, size]`` are those of each state, else
-``decays[heads, 1]``.
+of a block. All arrays are float32.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, void
 from numba import float32 as f32
 from numba import int64 as i64
+from numba import void
 
 from samebits.backends.reference.kernels import _njit, fma
 from samebits.backends.reference.logp_kernels import _sum_by_halves, exp
@@ -64,26 +63,19 @@ def _load(unit, blocks, channels, groups, offsets):
 
 
 @_njit()
-def _step(t, n, channel, width, x, steps, decays, own, row, a, v):
-    """The decays a of a token and the state n, and v = u x. Those of a head are alike for all n."""
-    of_head = x.shape[1] // steps.shape[1]
+def _step(t, n, channel, width, x, steps, decays, row, a, v):
+    """The decays a of a token and the state n, and v = u x."""
     if n == 0:
-        before = -1
         for c in range(width):
-            head = (channel + c) // of_head
-            v[c] = steps[t, head] * x[t, channel + c]
-            if not own:
-                a[c] = _decay(steps[t, head] * decays[head, 0]) if head != before else a[c - 1]
-                before = head
-    if own:
-        for c in range(width):
-            row[c] = steps[t, channel + c] * decays[channel + c, n]
-        for c in range(CHANNEL_BLOCK):
-            a[c] = _decay(row[c])
+            v[c] = steps[t, channel + c] * x[t, channel + c]
+    for c in range(width):
+        row[c] = steps[t, channel + c] * decays[channel + c, n]
+    for c in range(CHANNEL_BLOCK):
+        a[c] = _decay(row[c])
 
 
-@_njit(void(_M, _M, _M, boolean, _C, _C, _C, f32[::1], i64[::1], _M, i64, i64))
-def scan(x, steps, decays, own, b, c_, states, skip, offsets, out, first, last):
+@_njit(void(_M, _M, _M, _C, _C, _C, f32[::1], i64[::1], _M, i64, i64))
+def scan(x, steps, decays, b, c_, states, skip, offsets, out, first, last):
     """Outputs of units ``first <= i < last``. `states` are those before, and then those after."""
     channels, groups, size = x.shape[1], b.shape[1], b.shape[2]
     blocks = (channels // groups + CHANNEL_BLOCK - 1) // CHANNEL_BLOCK
@@ -99,7 +91,7 @@ def scan(x, steps, decays, own, b, c_, states, skip, offsets, out, first, last):
         for t in range(start, stop):
             pieces[:] = _ZERO
             for n in range(size):
-                _step(t, n, channel, width, x, steps, decays, own, row, a, v)
+                _step(t, n, channel, width, x, steps, decays, row, a, v)
                 bn, cn, piece = b[t, group, n], c_[t, group, n], pieces[n // STATE_PIECE]
                 for i in range(CHANNEL_BLOCK):
                     s[n, i] = fma(a[i], s[n, i], v[i] * bn)
@@ -115,18 +107,16 @@ def scan(x, steps, decays, own, b, c_, states, skip, offsets, out, first, last):
 
 @_njit(
     void(
-        *(_M, _M, _M, _M, boolean, _C, _C, _C, _C, i64[::1]),
+        *(_M, _M, _M, _M, _C, _C, _C, _C, i64[::1]),
         *(_M, _M, f32[:, :, :, ::1], f32[:, :, :, ::1], _C, i64, i64),
     )
 )
-def scan_backward(
-    grad, x, steps, decays, own, b, c_, states, adjoints, offsets, dv, dw, db, dc, da, first, last
-):
+def scan_backward(grad, x, steps, decays, b, c_, states, adjoints, offsets, dv, dw, db, dc, da, first, last):
     """Gradients from `grad` of outputs, and from that of the states after, which is in `adjoints`.
 
     `adjoints` are then those of the states before. dv and dw ``[tokens, channels]`` are what gradients of x
     and steps are made of; db and dc ``[tokens, groups, blocks, size]`` are sums over the channels of a block;
-    da ``[sequences, channels, size]`` is filled if states have decays of their own.
+    da is ``[sequences, channels, size]``.
     """
     channels, groups, size = x.shape[1], b.shape[1], b.shape[2]
     blocks = (channels // groups + CHANNEL_BLOCK - 1) // CHANNEL_BLOCK
@@ -147,7 +137,7 @@ def scan_backward(
         v[:], a[:], row[:], g[:] = _ZERO, _ZERO, _ZERO, _ZERO
         for t in range(start, stop):
             for n in range(size):
-                _step(t, n, channel, width, x, steps, decays, own, row, a, v)
+                _step(t, n, channel, width, x, steps, decays, row, a, v)
                 for i in range(CHANNEL_BLOCK):
                     before[t - start + 1, n, i] = fma(a[i], before[t - start, n, i], v[i] * b[t, group, n])
         for t in range(stop - 1, start - 1, -1):
@@ -155,7 +145,7 @@ def scan_backward(
             for i in range(width):
                 g[i] = grad[t, channel + i]
             for n in range(size):
-                _step(t, n, channel, width, x, steps, decays, own, row, a, v)
+                _step(t, n, channel, width, x, steps, decays, row, a, v)
                 bn, cn = b[t, group, n], c_[t, group, n]
                 v_piece, w_piece = v_pieces[n // STATE_PIECE], w_pieces[n // STATE_PIECE]
                 for i in range(CHANNEL_BLOCK):
@@ -164,14 +154,10 @@ def scan_backward(
                     of_b[i] = r * v[i]
                     v_piece[i] = fma(r, bn, v_piece[i])
                     carried[n, i] = a[i] * r
-                if own:
-                    for i in range(width):
-                        q = carried[n, i] * before[t - start, n, i]
-                        w_piece[i] = fma(q, decays[channel + i, n], w_piece[i])
-                        sums[n, i] = fma(q, steps[t, channel + i], sums[n, i])
-                else:
-                    for i in range(CHANNEL_BLOCK):
-                        w_piece[i] = fma(carried[n, i], before[t - start, n, i], w_piece[i])
+                for i in range(width):
+                    q = carried[n, i] * before[t - start, n, i]
+                    w_piece[i] = fma(q, decays[channel + i, n], w_piece[i])
+                    sums[n, i] = fma(q, steps[t, channel + i], sums[n, i])
                 for i in range(width, CHANNEL_BLOCK):
                     of_b[i], of_c[i] = _ZERO, _ZERO
                 db[t, group, block, n] = _sum_by_halves(of_b)
@@ -183,5 +169,4 @@ def scan_backward(
         for i in range(width):
             for n in range(size):
                 adjoints[sequence, channel + i, n] = carried[n, i]
-                if own:
-                    da[sequence, channel + i, n] = sums[n, i]
+                da[sequence, channel + i, n] = sums[n, i]

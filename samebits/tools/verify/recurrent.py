@@ -312,19 +312,12 @@ def _scheduled(run: Callable[..., Results]) -> Callable[..., Results]:
     def call(*operands: Tensor, schedule: int | None = None) -> Results:
         if schedule is None:
             return run(*operands)
-        from samebits.backends.cuda import selective_scan, state_space
+        from samebits.backends.cuda import selective_scan
 
-        def chosen(size: int, own: bool, *_: int) -> state_space.Scan:
-            found = state_space.schedules(size, own)
-            return found[min(schedule, len(found) - 1)]
-
-        def chosen_of_channels(size: int, *_: int) -> selective_scan.ChannelScan:
+        def chosen(size: int, *_: int) -> selective_scan.ChannelScan:
             return selective_scan.catalogue(size)[schedule]
 
-        with (
-            mock.patch.object(state_space, "choose", chosen),
-            mock.patch.object(selective_scan, "choose", chosen_of_channels),
-        ):
+        with mock.patch.object(selective_scan, "choose", chosen):
             return run(*operands)
 
     return call

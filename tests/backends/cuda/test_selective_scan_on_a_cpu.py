@@ -34,3 +34,18 @@ def test_sums_over_blocks() -> None:
     """More blocks than a run has."""
     terms, of = values("cancel", (4, 2, 300, 4), F32, 1), torch.empty(2, 2, 4, 2, dtype=BF16)
     assert_same_bits(kernels._over_blocks(terms, of), reference._over_blocks(terms, of))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "no token" and CASES[name].cuts is None])
+def test_steps(name: str) -> None:
+    given = CASES[name].operands()
+    at = {n: given[n][..., 0] if n in "uBC" else given[n] for n in ("u", "A", "B", "C", "D", "bias")}
+    at |= {"delta": given["delta"][..., 0], "z": None if given["z"] is None else given["z"][..., 0]}
+    states = values("normal", (len(at["u"]), *at["A"].shape), F32, 10)
+    found = []
+    for step in (reference.step, kernels.step):
+        moved = states.clone()
+        order = (at[n] for n in ("u", "delta", "A", "B", "C", "D", "z", "bias"))
+        found.append((step(*order, moved, given["softplus"], 0.01, 0.5), moved))
+    for got, want in zip(*found, strict=True):
+        assert_same_bits(got, want)
