@@ -8,16 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends.attention import Attention
-from samebits.backends.cuda import devices, embeddings, gated, matmul, norm_rotary, runtime
-from samebits.backends.cuda.attention import universal_backward
+from samebits.backends.cuda import embeddings, gated, norm_rotary
 from samebits.backends.reference import fused as reference
 from samebits.backends.reference import rows as reference_rows
-from samebits.contract import AMPERE, FMA, TENSOR_CORE
-from samebits.ops.reduce import sum as row_sum
 from samebits.testing import assert_same_bits, values
 from tests.support import host_kernels
-from tests.support.fake_gpu import INFO
 
 pytestmark = host_kernels.needs_compiler
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -105,39 +100,3 @@ def test_embeddings(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int,
         got = torch.full((14, n), torch.nan, dtype=dtype)
         embeddings.sums_by_id(grad, ids, got, padding)
         assert_same_bits(got, reference_rows.embedding_backward(grad, ids, 14, padding))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size", "heads", "kind", "aligned"),
-    [
-        (BF16, 128, 5, "special", True),
-        (BF16, 64, 1, "brink", True),
-        (F16, 200, 3, "normal", True),
-        (BF16, 37, 4, "wide", True),
-        (F16, 128, 4, "tiny", False),
-        (F32, 128, 2, "special", True),
-        (F32, 253, 3, "wide", True),
-    ],
-)
-def test_sums_of_rows_of_gradients(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, heads: int, kind: str, aligned: bool
-) -> None:
-    """Of attention: D, and what each row adds to the gradient of its sink."""
-    monkeypatch.setattr(runtime, "load", lambda spec, device: host_kernels.HostKernel(spec))
-    monkeypatch.setattr(devices, "device_info", lambda device: INFO)
-    monkeypatch.setattr(matmul, "family", lambda device: AMPERE)
-    batch, queries = 2, 37
-    grad, out = (values(kind, (batch, queries, heads, size + 8), dtype, seed) for seed in (1, 2))
-    grad, out = grad[..., :size] if aligned else grad[..., 1 : size + 1], out[..., :size].contiguous()
-    lse2 = torch.arange(batch * heads * queries).reshape(batch, heads, queries) % 7 - 3.0
-    lse2[0, 0, 5] = -torch.inf
-    contract = FMA if dtype == F32 else TENSOR_CORE.on(AMPERE)
-    x = Attention(out, out, out, contract.key, 1.0, sinks=torch.zeros(heads))
-    nan = torch.full_like(lse2, torch.nan)
-    of_sinks = torch.full((batch * queries, heads), torch.nan)
-    to = universal_backward.Gradients(nan, out, out, out, None, of_sinks)
-    universal_backward.find_dots(x, grad, out, lse2, to)
-    want = row_sum(grad.float() * out.float(), -1)
-    assert_same_bits(to.dots, want.transpose(1, 2))
-    sunk = -(torch.exp2(-lse2.transpose(1, 2)) * want)
-    assert_same_bits(of_sinks.view_as(want), sunk.masked_fill(lse2.transpose(1, 2) == -torch.inf, 0.0))

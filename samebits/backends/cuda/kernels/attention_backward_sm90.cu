@@ -1,5 +1,5 @@
 // Attention on Hopper, backward: dK and dV, or dQ, as docs/contract.md, "Attention", has them, without masks and
-// pages. D is what attention_dots.cu left.
+// pages. D is what grad_dots in attention_backward.cu left.
 //
 //   GRADS 1   dK and dV: a block has 128 keys of a head of k, and goes over the queries that see them, STEP at
 //             a time, of one head of the group after another
@@ -238,9 +238,6 @@ __device__ __forceinline__ void store_row(Stored* to, const float (&sum)[columns
     }
 }
 
-// Of each warpgroup, in shared memory: no register holds them beside accumulators.
-__shared__ int2 columns[WARPGROUPS];
-
 struct Consumer {
     const Params& p;
     const SharedStorage& shared;
@@ -279,34 +276,6 @@ struct Consumer {
                    rows_end <= s.last_seen(x, first_of_step);
         const int last = min(rows_end, s.queries) - 1;
         return first_of_step >= s.first_seen(x, last) && end <= s.last_seen(x, work.first);
-    }
-
-    // Finds the columns, first to last - 1, that any row of this warpgroup sees, or is seen by.
-    __device__ __forceinline__ void find_columns() const {
-        const Problem& x = p.x;
-        const Sequence& s = work.sequence;
-        const int row = work.first + int(warpgroup) * 64;
-        int first, last;
-        if (OF_KEYS) {
-            first = x.window_right < 0 ? 0 : row - x.window_right - s.offset;
-            last = x.window_left < 0 ? s.queries : row + 64 + x.window_left - s.offset;
-            if (row >= s.keys) last = first;
-        } else {
-            first = s.first_seen(x, row), last = s.last_seen(x, min(row + 64, s.queries) - 1);
-            if (row >= s.queries) last = first;
-        }
-        if (thread % 32 == 0) columns[warpgroup] = make_int2(first, last);
-        __syncwarp();
-    }
-
-    // Whether a step has any of these columns.
-    __device__ __forceinline__ bool has_columns(int first_of_step) const {
-        int first, last;
-        asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];"
-                     : "=r"(first), "=r"(last)
-                     : "r"(shared_address(columns + warpgroup))
-                     : "memory");
-        return first_of_step < last && first_of_step + int(STEP) > first;
     }
 
     // Products, and gradients of probabilities, to probabilities and gradients of scores.
@@ -354,7 +323,6 @@ struct Consumer {
                 lse2[h] = p.lse2[at], dots[h] = p.dots[at];
             }
         }
-        find_columns();
         mbarrier_wait(shared.own, 0);
 
         Ring<STAGES> ring;
@@ -367,11 +335,6 @@ struct Consumer {
             const u32 head_tile = shared.ring + ring.stage * STAGE_BYTES;
             const u32 values_tile = head_tile + StepHead::bytes;
             mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
-            if (!has_columns(first_of_step)) {  // it would add zeros
-                warp_arrive(shared.empty + ring.stage * 8);
-                ring.step();
-                continue;
-            }
             const int exist = (OF_KEYS ? s.queries : s.keys) - first_of_step;
             if (first_of_step < 0 || exist < int(STEP)) {  // each warpgroup does so for itself
                 clear<StepHead>(head_tile, -first_of_step, exist, thread);
