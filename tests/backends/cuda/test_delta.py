@@ -371,6 +371,10 @@ def test_every_schedule_has_the_references_bits(
 def test_every_schedule_of_linear_attention_has_the_references_bits(
     form: tuple[object, ...], schedule: schedules.Linear | None
 ) -> None:
+    if schedule is not None:
+        kernels_of = schedule.states, schedule.rows
+        if max(s.memory(form[6], form[2] == "weighted") for s in kernels_of) > 227 << 10:
+            pytest.skip("takes more shared memory than there is")
     assert_same_forward(operands(form), operands(form, "cuda"), schedule)
 
 

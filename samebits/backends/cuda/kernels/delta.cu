@@ -660,7 +660,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
             const int j = written + x / TILE, e = x % TILE;
             if (e < columns) updates[j * p.size + first_column + e] = m.updates[e * COLUMNS + j];
         }
-        if (m.is_last) {
+        if (begin < end && m.is_last) {  // without tokens no barrier lies between
 #if BY_CHANNEL
             const Stored* rows = block.k + i64(end - count) * p.k_token;  // of row 0, if that were a token
             for (int x = written * p.key_size + threadIdx.x; x < count * p.key_size; x += THREADS) {
