@@ -137,7 +137,7 @@ def gpu_logp(data: dict[str, Any]) -> str:
 
 
 def gpu_recurrent(data: dict[str, Any]) -> str:
-    """Recurrent layers beside other libraries."""
+    """Recurrent layers beside other libraries. Cases of another run name their commit."""
     works = {"forward": "forward", "both": "forward and backward", "decode": "a step of decoding"}
     rows = []
     for case in data["cases"]:
@@ -147,6 +147,7 @@ def gpu_recurrent(data: dict[str, Any]) -> str:
         ratio = f"{ours / min(us.values()):.2f}" if us and ours is not None else ""
         sequences = f"{case['batch']:,} × {case['tokens']:,}"
         said = "refused" if ours is None else f"{ours:,.1f}"
-        rows.append([f"`{case['layer']}`", works[case["what"]], sequences, said, theirs, ratio])
+        layer = f"`{case['layer']}`" + (f" at `{case['commit'][:10]}`" if "commit" in case else "")
+        rows.append([layer, works[case["what"]], sequences, said, theirs, ratio])
     head = ["layer", "work", "sequences × tokens", "samebits, µs", "others, µs", "of the other's time"]
     return "\n\n".join((table(head, rows), measured_on_gpu(data)))

@@ -557,7 +557,7 @@ def test_triton_is_refused() -> None:
     values, scale = samebits.quantize(x)
     recipe = ScalingType.BlockWise1x128
     with samebits.use_backend("triton"):
-        with pytest.raises(UnavailableError, match="triton.* does not compute"):
+        with pytest.raises(UnavailableError, match=r"triton.* does not compute"):
             samebits.quantize(x)
-        with pytest.raises(UnavailableError, match="triton.* does not compute"):
+        with pytest.raises(UnavailableError, match=r"triton.* does not compute"):
             samebits.scaled_mm(values, values.T, scale, recipe, scale, recipe)
