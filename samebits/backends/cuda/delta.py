@@ -41,6 +41,8 @@ __all__ = ["backward", "forward", "gradients_spec", "kernel_spec", "prepare_spec
 
 _PARAMS = "13P13q12ifP"
 """``struct Params`` of the forward's kernels."""
+_MOST_SEQUENCES = 65_535
+"""Of a call: blocks in a grid's third dimension."""
 
 
 def _is_step(x: Delta, q: Tensor, k: Tensor, state: Tensor | None, out: Tensor | None) -> bool:
@@ -193,6 +195,11 @@ def _run(
     prepared: Tensor | None = None,
 ) -> None:
     """Results, or with `records` what gradients need of every chunk."""
+    if len(x.spans) > _MOST_SEQUENCES:
+        raise ValueError(
+            f"samebits: recurrent layers on a GPU: expected at most {_MOST_SEQUENCES:,} sequences in a call,"
+            f" got {len(x.spans):,}"
+        )
     device = x.q.get_device()
     matmul.check_contract(x.contract, device)
     tensor_core = contract_from_key(x.contract).step == "mma"

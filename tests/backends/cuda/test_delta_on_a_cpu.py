@@ -269,3 +269,11 @@ def test_backward_of_a_chunk_whose_last_block_is_not_full(
     got = kernels.backward(x, None, grad, None, schedules.DeltaGradients(16, staged, 1))
     for a, b in zip(got[:5], want[:5], strict=True):
         assert_same_bits(a, b)  # type: ignore[arg-type]
+
+
+def test_too_many_sequences_are_refused() -> None:
+    """Before a launch, which would fail by itself without a name."""
+    x = operands(FORMS[2])
+    many = dataclasses.replace(x, spans=torch.zeros(65_536, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="at most 65,535 sequences in a call, got 65,536"):
+        kernels.forward(many, None, torch.empty_like(x.v), None)

@@ -28,8 +28,7 @@ struct Params {
     i64 padding;
 };
 
-__device__ __forceinline__ void store(const Params& p, i64 id, i64 column,
-                                      const float (&sums)[VECTOR]) {
+__device__ __forceinline__ void store(const Params& p, i64 id, i64 column, const float (&sums)[VECTOR]) {
 #pragma unroll
     for (int j = 0; j < VECTOR; j += VECTOR > 1 ? 2 : 1) {
         Out::Stored* to = p.out + id * p.n + column + j;
@@ -57,8 +56,7 @@ struct Part {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    embedding_backward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) embedding_backward(const __grid_constant__ Params p) {
     const i64 id = blockIdx.x;
     const i64 first = p.starts[id], last = id == p.padding ? first : p.starts[id + 1];
     if (last - first > MANY) return;
