@@ -123,7 +123,8 @@ class RecurrentState:
                 f"{name}: expected shape [sequences, {layout.words}] for these heads, sizes and dtype, got"
                 f" {list(data.shape)}"
             )
-        if (len(data) > 1 and data.stride(0) % (_ALIGNMENT // 4)) or data.stride(1) != 1:
+        step = data.stride(0) if len(data) > 1 else layout.words
+        if step < layout.words or step % (_ALIGNMENT // 4) or data.stride(1) != 1:
             raise ValueError(f"{name}: expected dense, aligned rows, got strides {data.stride()}")
         self.layout, self.data = layout, data
         self._parts: Mapping[str, Tensor] | None = None

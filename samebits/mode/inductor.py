@@ -5,9 +5,9 @@ what they would round to 16 bits in float32, contracts products and sums, and ha
 quotient or an exponential. So under the mode
 
 * functions of one rounding (:data:`EXACT`) are fused, each of them rounded as eager PyTorch rounds it;
-* all other elementwise functions are one operator each, which runs PyTorch's kernel. So is, on a CPU, what
-  rounds to 16 bits, in versions of PyTorch whose C++ leaves that out, and what is computed of constants
-  alone: Triton writes a constant of -0 as 0.
+* all other elementwise functions are one operator each, which runs PyTorch's kernel. So is what is computed
+  of constants alone, for Triton writes a constant of -0 as 0; and on a CPU what rounds to 16 bits, in
+  versions of PyTorch whose C++ leaves that out.
 
 Not part of this: operators that PyTorch itself composes of several for the compiler, such as losses.
 """
@@ -237,8 +237,8 @@ def _rounding(before: Any) -> Any:
                 if any(isinstance(t, Tensor) and t.dtype.itemsize == 2 for t in values):
                     node.meta["low_precision_pointwise_barrier"] = True
 
-        def uuid(self) -> Any:
-            return "samebits", *(own.uuid() for own in passes if isinstance(own, CustomGraphPass))
+        def uuid(self) -> Any:  # of compiled code that is kept: count on when the pass changes
+            return "samebits", 2, *(own.uuid() for own in passes if isinstance(own, CustomGraphPass))
 
     return Rounding()
 

@@ -60,8 +60,6 @@ def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
     cached = "cache_params" if "cache_params" in takes.parameters else "past_key_values"
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return NotImplemented
         given = takes.bind(layer, *args, **kwargs)
         cache, mask = given.arguments.get(cached), given.arguments.get("attention_mask")
         before = vars(called).copy()
@@ -78,14 +76,14 @@ def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
             vars(called).clear()
             vars(called).update(before)
 
-    return under_the_mode(own, call)
+    return under_the_mode(own, torch.compiler.disable(call))  # it cannot be traced
 
 
 def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The mask of such layers; ``seq_idx``, of three dimensions, where ``position_ids`` start again."""
     positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
     mask = own(*args, **kwargs)
-    if torch.compiler.is_compiling() or mask is not None or cache is not None or positions is None:
+    if mask is not None or cache is not None or positions is None:
         return mask
     if kwargs.get("attention_mask") is not None or positions.ndim != 2 or positions.shape[1] < 2:
         return mask
@@ -270,7 +268,8 @@ def _exchange(name: str) -> None:
         kind.forward = _forward(kind.forward)
     if hasattr(module, "create_recurrent_attention_mask"):
         own = module.create_recurrent_attention_mask
-        module.create_recurrent_attention_mask = under_the_mode(own, functools.partial(_mask, own))
+        mask = torch.compiler.disable(functools.partial(_mask, own))
+        module.create_recurrent_attention_mask = under_the_mode(own, mask)
 
 
 for _model in _MODELS:

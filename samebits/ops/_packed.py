@@ -72,6 +72,6 @@ def offsets_of(
         return cu_seqlens.to(torch.int32)
     if seq_idx is None:
         return torch.arange(rows + 1, dtype=torch.int32, device=x.device) * tokens
-    starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+    starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)[:, :tokens]
     found = starts.flatten().nonzero()[:, 0].to(torch.int32)
     return F.pad(found, (0, 1), value=rows * tokens)

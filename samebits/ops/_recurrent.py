@@ -95,16 +95,17 @@ def spans_of(
     Rows of a batch that are sequences need none: see :class:`samebits.backends.delta.Delta`.
     """
     batch, tokens = q.shape[:2]
+    unknown = q.is_meta or torch.compiler.is_compiling()  # values are
     if cu_seqlens is not None:
-        _check_integers(op, "cu_seqlens", cu_seqlens, None, q)
+        _check_integers(op, "cu_seqlens", cu_seqlens, None, q, name)
         if key_start is not None or key_length is not None:
             raise ValueError(f"samebits.{op}: key_start, key_length: expected none with cu_seqlens")
         if batch != 1:
             raise ValueError(f"samebits.{op}: {name}: expected a batch of 1 with cu_seqlens, got {batch}")
-        if not q.is_cuda:
-            check_cu_seqlens(op, cu_seqlens, tokens)
-        else:
+        if q.is_cuda:
             assert_cu_seqlens(op, cu_seqlens, tokens, key)
+        elif not unknown:
+            check_cu_seqlens(op, cu_seqlens, tokens)
         return torch.stack([cu_seqlens[:-1], cu_seqlens[1:]], 1).to(torch.int32)
     if key_start is None and key_length is None:
         return q.new_empty((batch, 0), dtype=torch.int32)  # so a step of decoding is one launch
@@ -112,24 +113,24 @@ def spans_of(
     start, stop = torch.zeros_like(rows), torch.full_like(rows, tokens)
     for bound, t in (("key_start", key_start), ("key_length", key_length)):
         if t is not None:
-            _check_integers(op, bound, t, batch, q)
+            _check_integers(op, bound, t, batch, q, name)
             if bound == "key_start":
                 start = t.to(torch.int32)[:, None].clamp(0, tokens)
             else:
                 stop = t.to(torch.int32)[:, None].clamp(0, tokens)
-            if not q.is_cuda and bool(((t < 0) | (t > tokens)).any()):
+            if not q.is_cuda and not unknown and bool(((t < 0) | (t > tokens)).any()):
                 raise ValueError(
                     f"samebits.{op}: {bound}: expected values in [0, {tokens}], got {t.tolist()}"
                 )
     return torch.cat([start, torch.maximum(start, stop)], 1) + rows
 
 
-def _check_integers(op: str, name: str, t: Tensor, size: int | None, q: Tensor) -> None:
+def _check_integers(op: str, name: str, t: Tensor, size: int | None, q: Tensor, of_q: str) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"samebits.{op}: {name}: expected a Tensor, got {type(t).__name__}")
     if t.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"samebits.{op}: {name}: expected int32 or int64, got {t.dtype}")
-    check_device(op, name, t, "q", q)
+    check_device(op, name, t, of_q, q)
     if t.ndim != 1 or (size is not None and len(t) != size):
         raise ValueError(f"samebits.{op}: {name}: expected shape ({size or 'n'},), got {shape(t)}")
 
@@ -141,6 +142,7 @@ def beginning(
     sequences: int,
     q: Tensor,
     name: str = "initial_state",
+    of_q: str = "q",
 ) -> tuple[Tensor | None, RecurrentState | None]:
     """What sequences start from: matrices, or states."""
     if given is None:
@@ -152,7 +154,7 @@ def beginning(
             )
         if len(given) != sequences:
             raise ValueError(f"samebits.{op}: {name}: expected {sequences} sequences, got {len(given)}")
-        check_device(op, name, given.data, "q", q)
+        check_device(op, name, given.data, of_q, q)
         return None, given
     check_floats(op, name, given, q)
     wanted = (sequences, *own.parts[0].shape)

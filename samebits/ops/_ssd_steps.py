@@ -73,10 +73,12 @@ def _run_gradients(
     of_raw = of_steps * activation(raw, "sigmoid") if softplus else of_steps
     of_raw = torch.where((unbounded >= lowest) & (unbounded <= highest), of_raw, 0.0)
     of_bias = none if bias is None else rows.column_sum(of_raw, bias.dtype).view(bias.shape)
-    of_d = none
+    of_d = none.clone()
     if d is not None:
-        of_skip = steps.new_zeros(d.shape) if of_skip is None else of_skip
-        of_d = rounded(of_skip, d.dtype) if d.ndim == 2 else rows.row_sum(of_skip, False, d.dtype)
+        if of_skip is None:
+            of_d = torch.zeros_like(d)
+        else:
+            of_d = rounded(of_skip, d.dtype) if d.ndim == 2 else rows.row_sum(of_skip, False, d.dtype)
     return rounded(of_raw, dt.dtype), of_bias, of_a, of_d.view(none.shape if d is None else d.shape)
 
 

@@ -43,7 +43,10 @@ def selective_scan(
         S_t[n] = exp(r_t A[n]) S_(t-1)[n] + r_t u_t B_t[n]
         y_t = sum over n of S_t[n] C_t[n] + D u_t,    times silu(z_t) where there is a z
 
-    It is :func:`ssd` with a decay for each state, and has its order of sums and its properties.
+    All is in float32, token after token, with one rounding to the dtype of `u` at the end:
+    ``docs/contract.md``, "State spaces". So a token has the same bits in a prefill, in pieces of it and in
+    decoding (:func:`selective_state_update`), in a batch, in packed sequences and behind padding whose `u` is
+    zero.
 
     Args:
         u: ``[batch, channels, T]``; bfloat16, float16 or float32, any strides.
@@ -55,7 +58,7 @@ def selective_scan(
         delta_softplus: see above.
         return_last_state: return the states after the last tokens, too.
         initial_state: ``[batch, channels, N]``, with `cu_seqlens` ``[sequences, channels, N]``. None: zeros.
-        seq_idx, cu_seqlens: as there.
+        seq_idx, cu_seqlens: as of :func:`ssd`.
 
     Returns:
         ``[batch, channels, T]`` in the dtype of `u`; with `return_last_state` also the states, float32.
@@ -152,7 +155,7 @@ def _run_gradients(grad: Tensor, grad_states: Tensor | None, u: Tensor, *given: 
     du, ddelta, dz, of_sequences, dB, dC, *terms, before = found
     rows, none = _rows.backend(u), u.new_empty(0, dtype=_F32)
     dA = rows.column_sum(of_sequences.flatten(1), _F32).view(given[1].shape)
-    dD, dbias = (none if t is None else rows.column_sum(t, _F32) for t in terms)
+    dD, dbias = (none.clone() if t is None else rows.column_sum(t, _F32) for t in terms)
     dz = u.new_empty(0) if dz is None else dz
     return du, ddelta, dA, dB, dC, dD, dz, dbias, before
 

@@ -83,7 +83,8 @@ def ssd(
             in place and returned.
         key_start, key_length: int32 or int64 ``[batch]``: the tokens of row b are those from ``key_start[b]``
             to ``key_length[b]`` - 1, as with padding on the left or right. The results of others are 0, and
-            get gradients of 0. Not with `seq_idx` or `cu_seqlens`.
+            get gradients of 0, if their `z` and `dt` are finite; the other operands are not read there. Not
+            with `seq_idx` or `cu_seqlens`.
         contract: ``TENSOR_CORE`` (default for bfloat16 and float16) or ``FMA`` (default for float32).
 
     Returns:
@@ -122,10 +123,12 @@ def ssd(
     expect(_OP, "initial_states", plain, (len(spans), heads, size, states))
     own = ssd_layout(x, B)
     if plain is None:
-        begin = beginning(_OP, initial_states, own, len(spans), x, "initial_states")
+        begin = beginning(_OP, initial_states, own, len(spans), x, "initial_states", "x")
     else:
         begin = plain.to(torch.float32).mT.contiguous(), None
     limits = (float(dt_limit[0]), float(dt_limit[1]))
+    if len(dt_limit) != 2 or not limits[0] <= limits[1]:
+        raise ValueError(f"samebits.{_OP}: dt_limit: expected a lower and an upper bound, got {dt_limit}")
     given = (dt.flatten(0, 1), dt_bias, A.to(torch.float32).contiguous(), D)
     steps, decays, skip = ssd_steps(*given, size, dt_softplus, *limits)
     options = {"weights": steps, "skip": None if D is None else skip, "wide": z is not None}

@@ -70,6 +70,19 @@ def test_sequences_of_a_packed_row_do_not_see_each_other(model: Any) -> None:
     assert all(g.isfinite().all() for g in found)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])
+def test_compiled_layers_are_told_of_padding(name: str) -> None:
+    model = build(name, "causal", BF16, "cpu", False)
+    tokens, mask = ids(11), torch.arange(11)[None] >= 3
+    given = {"attention_mask": mask.to(torch.int64), "use_cache": False}
+    with torch.no_grad(), samebits.batch_invariant(on_uncovered="error"):
+        want = model(tokens, **given).logits
+        torch._dynamo.reset()
+        got = torch.compile(model, backend="eager")(tokens, **given).logits
+    assert_same_bits(got, want)
+
+
 def test_beams_have_the_scores_of_whole_sequences(model: Any) -> None:
     tokens = torch.cat([ids(9, 1), ids(9, 2)])
     model.generation_config.eos_token_id = None

@@ -284,6 +284,8 @@ def test_states_of_other_calls_are_refused() -> None:
         call("gated_delta_rule", part(given, slice(0, 1)), initial_state=state)
     with pytest.raises(ValueError, match="state: expected shape"):
         RecurrentState(state.layout, state.data[:, 1:])
+    with pytest.raises(ValueError, match="expected dense, aligned rows"):  # which sequences would share
+        RecurrentState(state.layout, state.data[:1].expand(4, -1))
 
 
 @pytest.mark.parametrize("operation", [*OPERATIONS, "weighted"])

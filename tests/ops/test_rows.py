@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import samebits
-from samebits.backends.cuda import columns, compiler, norm_gradients, rows
+from samebits.backends.cuda import columns, compiler, embeddings, norm_gradients, rows
 from samebits.ops.attention import scaled_dot_product_attention as attention
 from samebits.ops.einsum import einsum
 from samebits.ops.embedding import embedding
@@ -429,7 +429,8 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     types = (F32, BF16, F16), (F16, F32, F32)
     shared = rows.RowSchedule(1, 1, 4), rows.RowSchedule(8, 0, 1)
     specs = [rows.kernel_spec("row_sum", *of, schedule) for of, schedule in zip(types, shared, strict=True)]
-    specs += [columns.kernel_spec("column_sums", F16, BF16, F32, vector=vector) for vector in (1, 8)]
+    specs += [columns.kernel_spec(F16, BF16, F32, vector=vector) for vector in (1, 8)]
+    specs += [embeddings.kernel_spec("embedding_few", BF16, BF16, vector) for vector in (1, 8)]
     specs += [rows.long_spec(BF16, F32, vector) for vector in (1, 8)]
     widths = [(1024, F16), (4096, BF16), (7168, BF16), (8192, BF16), (12288, BF16), (16384, BF16)]
     widths += [(n, F32) for n in (2048, 4096, 8192)]

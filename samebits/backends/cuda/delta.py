@@ -185,6 +185,14 @@ def forward(
         _run(x, state, out, closed, None, schedule)
 
 
+def _check_sequences(x: Delta) -> None:
+    if len(x.spans) > _MOST_SEQUENCES:
+        raise ValueError(
+            f"samebits: recurrent layers on a GPU: expected at most {_MOST_SEQUENCES:,} sequences in a call,"
+            f" got {len(x.spans):,}"
+        )
+
+
 def _run(
     x: Delta,
     state: Tensor | None,
@@ -195,11 +203,7 @@ def _run(
     prepared: Tensor | None = None,
 ) -> None:
     """Results, or with `records` what gradients need of every chunk."""
-    if len(x.spans) > _MOST_SEQUENCES:
-        raise ValueError(
-            f"samebits: recurrent layers on a GPU: expected at most {_MOST_SEQUENCES:,} sequences in a call,"
-            f" got {len(x.spans):,}"
-        )
+    _check_sequences(x)
     device = x.q.get_device()
     matmul.check_contract(x.contract, device)
     tensor_core = contract_from_key(x.contract).step == "mma"
@@ -329,6 +333,7 @@ def backward(
     schedule: DeltaGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """See :mod:`samebits.backends.delta`."""
+    _check_sequences(x)
     device, dtype = x.q.get_device(), x.q.dtype
     matmul.check_contract(x.contract, device)
     tensor_core = contract_from_key(x.contract).step == "mma"

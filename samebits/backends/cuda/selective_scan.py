@@ -187,10 +187,11 @@ class _Call:
 
     @classmethod
     def of(cls, u: Tensor, *given: object) -> _Call:
+        u = laid_out(u, u)
         x = cls(u, *given)  # type: ignore[arg-type]
         b, c = (x.B, x.C) if x.B.dtype == x.C.dtype else (x.B.to(_F32), x.C.to(_F32))
         return cls(
-            *(laid_out(u, u), laid_out(u, x.delta), x.A.contiguous(), b, c),
+            *(u, laid_out(u, x.delta), x.A.contiguous(), b, c),
             None if x.D is None else x.D.contiguous(),
             None if x.z is None else laid_out(u, x.z),
             None if x.bias is None else x.bias.contiguous(),
@@ -321,7 +322,7 @@ def scan_backward(
     if before.numel():
         chunks = runtime.empty((total // _CHUNK + 2 * sequences, channels, size), _F32, device)
         x.run(None, None, chunks, schedule)
-        grad = laid_out(u, grad)
+        grad = laid_out(x.u, grad)
         grad_states = None if grad_states is None else grad_states.contiguous()
         form = x.form(grad, du, ddelta, dz, states=grad_states)
         _gradients_kernel(device, form).launch(

@@ -307,7 +307,7 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
 
 
 def _scheduled(run: Callable[..., Results]) -> Callable[..., Results]:
-    """`run`, whose scans have the schedule of this place, as far as there are so many."""
+    """`run`, whose scans have the schedule of this place."""
 
     def call(*operands: Tensor, schedule: int | None = None) -> Results:
         if schedule is None:

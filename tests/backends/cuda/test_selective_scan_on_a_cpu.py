@@ -9,7 +9,7 @@ from samebits.backends.cuda import selective_scan as kernels
 from samebits.backends.reference import selective_scan as reference
 from samebits.testing import assert_same_bits, values
 from tests.support import host_kernels
-from tests.support.selective_scans import BF16, CASES, F32, change, compare
+from tests.support.selective_scans import BF16, CASES, F32, SCHEDULE, Case, change, compare
 
 pytestmark = host_kernels.needs_compiler
 
@@ -28,6 +28,14 @@ def test_scan_and_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", ["packed", "channels"])
 def test_decays_that_are_not_the_usual_ones(name: str, how: str) -> None:
     compare(change(CASES[name].operands(), how), CASES[name].schedule)
+
+
+def test_one_channel_is_laid_out_once() -> None:
+    """Its copy has tokens and channels side by side, and the others have to follow the copy."""
+    given = Case(shape=(2, 1, 16, 1, 5)).operands()
+    given["u"] = values("normal", (2, 1, 32), BF16, 1)[..., ::2]
+    given |= {n: values("normal", (2, 16, 5), BF16, i)[..., :1].mT for i, n in enumerate(("delta", "z"))}
+    compare(given, SCHEDULE)
 
 
 def test_sums_over_blocks() -> None:

@@ -51,7 +51,7 @@ struct Chunks {
 };
 
 __device__ __forceinline__ int rows_before(const Params& p, int sequence) {
-    return p.counts ? p.counts[sequence] : 0;
+    return p.counts ? min(max(p.counts[sequence], 0), CHUNK) : 0;  // offsets that do not ascend leave one out
 }
 
 // Keys of the rows that a sequence's state had; their updates are behind them.
