@@ -29,8 +29,13 @@ def _quiet() -> Any:
         yield
 
 
-def channels(dtype: torch.dtype = F32, device: str = "cpu", kind: str = "normal") -> dict[str, Tensor]:
-    rows, count, tokens, states = 2, 37, 21, 11
+def channels(
+    dtype: torch.dtype = F32,
+    device: str = "cpu",
+    kind: str = "normal",
+    shape: tuple[int, int, int, int] = (2, 37, 21, 11),
+) -> dict[str, Tensor]:
+    rows, count, tokens, states = shape
     return {
         "u": case(kind, (rows, count, tokens), dtype, device),
         "delta": case("normal", (rows, count, tokens), dtype, device, 1),
@@ -61,6 +66,29 @@ def test_softplus_is_accurate_for_small_steps() -> None:
     x = torch.linspace(-80, 30, 10_001)
     want = F.softplus(x.double(), threshold=1000)
     assert ((activation(x, "softplus") - want) / want).abs().max() < 4e-7
+
+
+@on_devices
+@in_dtypes
+@pytest.mark.parametrize("kind", ["normal", "wide", "special"])
+def test_channels_have_the_bits_of_the_naive_implementation(
+    device: str, dtype: torch.dtype, kind: str
+) -> None:
+    """With states of three pieces."""
+    given = channels(dtype, device, kind, (2, 3, 5, 20))
+    y, after = selective_scan(**given, **OF)
+    u, delta, A, B, C, D, z, bias, states = (t.tolist() for t in given.values())
+    want, last = [], []
+    for r, d in np.ndindex(2, 3):
+        channel = naive.Channel(A[d], D[d], states[r][d])
+        for t in range(5):
+            step = naive.softplus(naive.f32(naive.f32(delta[r][d][t]) + naive.f32(bias[d])))
+            b, c = ([row[t] for row in of[r]] for of in (B, C))
+            out = channel.step(u[r][d][t], float(step), b, c)
+            want.append(float(naive.f32(out * naive.f32(naive.silu(z[r][d][t])))))
+        last.append([float(s) for s in channel.states[-1]])
+    assert_same_bits(y.flatten(), rounded(want, dtype))
+    assert_same_bits(after.flatten(0, 1), rounded(last, F32))
 
 
 @on_devices
@@ -102,7 +130,7 @@ def test_gradients_have_the_bits_of_the_naive_implementation() -> None:
             channel = naive.Channel(decays[d].tolist(), None, before[s, d].tolist())
             for t in range(start, stop):
                 channel.step(float(x[t, d]), float(steps[t, d]), b[t, 0].tolist(), c[t, 0].tolist())
-            want = channel.backward(g[start:stop, d].tolist(), of_after[s, d].tolist(), True)
+            want = channel.backward(g[start:stop, d].tolist(), of_after[s, d].tolist())
             assert_same_bits(dv[start:stop, d], torch.tensor(np.array(want["dv"])))
             assert_same_bits(dw[start:stop, d], torch.tensor(np.array(want["w"])))
             assert_same_bits(of_before[s, d], torch.tensor(np.array(want["state"])))

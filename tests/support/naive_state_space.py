@@ -40,7 +40,7 @@ def pieces(f: Values, g: Values) -> np.float32:
 
 
 class Channel:
-    """One channel of one sequence. `decays` has one value for its head, or one for each state."""
+    """One channel of one sequence. `decays` has one value for each state."""
 
     def __init__(self, decays: list[float], skip: float | None, state: list[float]) -> None:
         self.decays = [f32(a) for a in decays]
@@ -50,7 +50,7 @@ class Channel:
 
     def step(self, x: float, u: float, b: list[float], c: list[float]) -> np.float32:
         state, size, x, u = self.states[-1], len(b), f32(x), f32(u)
-        a = [decay(f32(u * self.decays[n if len(self.decays) > 1 else 0])) for n in range(size)]
+        a = [decay(f32(u * self.decays[n])) for n in range(size)]
         v = f32(u * x)
         b, c = [f32(t) for t in b], [f32(t) for t in c]
         self.states.append([fma32(a[n], state[n], f32(v * b[n])) for n in range(size)])
@@ -58,7 +58,7 @@ class Channel:
         y = pieces(self.states[-1], c)
         return y if self.skip is None else f32(y + f32(f32(self.skip) * x))
 
-    def backward(self, grads: list[float], of_state: list[float], own: bool) -> dict[str, list]:
+    def backward(self, grads: list[float], of_state: list[float]) -> dict[str, list]:
         """For each token dv, w, and what is summed for B and C; α, and the gradient of the first state."""
         carried, alpha = [f32(s) for s in of_state], [ZERO] * len(of_state)
         found: dict[str, list] = {"dv": [], "w": [], "b": [], "c": []}
@@ -68,10 +68,9 @@ class Channel:
             r = [fma32(g, c[n], carried[n]) for n in range(len(c))]
             carried = [f32(x * y) for x, y in zip(a, r, strict=True)]
             q = [f32(x * y) for x, y in zip(carried, before, strict=True)]
-            if own:
-                alpha = [fma32(x, u, y) for x, y in zip(q, alpha, strict=True)]
+            alpha = [fma32(x, u, y) for x, y in zip(q, alpha, strict=True)]
             found["dv"].insert(0, pieces(r, b))
-            found["w"].insert(0, pieces(q, self.decays) if own else pieces(carried, before))
+            found["w"].insert(0, pieces(q, self.decays))
             found["b"].insert(0, [f32(x * v) for x in r])
             found["c"].insert(0, [f32(g * s) for s in after])
         return found | {"alpha": alpha, "state": carried}
