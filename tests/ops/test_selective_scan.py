@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,6 +73,91 @@ def test_results_and_gradients_are_those_of_float64(dtype: torch.dtype, layout: 
     for name, a, b in found:
         error = (a.double() - b).norm() / b.norm()
         assert error < (2e-6 if dtype == F32 else 6e-3), name
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 0), (0, 5), (0, 0)])
+def test_no_tokens_and_no_rows(rows: int, tokens: int) -> None:
+    given = leaves(Case(F32, F32, shape=(rows, 6, tokens, 2, 3)))
+    y, after = selective_scan(**given, delta_softplus=True, return_last_state=True)
+    assert y.shape == (rows, 6, tokens)
+    assert_same_bits(after, given["initial_state"])
+    of_after = values("normal", after.shape, F32, 20)
+    got = torch.autograd.grad([y, after], [*given.values()], [torch.ones_like(y), of_after])
+    for (name, t), found in zip(given.items(), got, strict=True):
+        assert_same_bits(found, of_after if name == "initial_state" else torch.zeros_like(t), name)
+
+
+@pytest.mark.parametrize("name", [*leaves(SMALL)])
+def test_a_gradient_alone_is_that_beside_others(name: str) -> None:
+    every = leaves(SMALL)
+    alone = {k: t if k == name else t.detach() for k, t in every.items()}
+    seed = values("normal", every["u"].shape, F32, 20)
+    want, got = (
+        torch.autograd.grad(selective_scan(**given, delta_softplus=True), given[name], seed)[0]
+        for given in (every, alone)
+    )
+    assert_same_bits(got, want)
+
+
+def test_second_derivatives_are_refused() -> None:
+    given = leaves(SMALL)
+    with pytest.raises(NotImplementedError, match="selective_scan: second derivatives"):
+        torch.autograd.grad(selective_scan(**given).sum(), [*given.values()], create_graph=True)
+
+
+def cut_off(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda a: {name: a[name][..., 1:]}
+
+
+NUMBERS = torch.zeros(2, 21, dtype=torch.int32)
+ERRORS: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = [
+    (r"u, A: expected \[batch, channels, T\] and \[channels, N\]", lambda a: {"u": a["u"][0]}),
+    (r"u, A: expected \[batch, channels, T\] and \[channels, N\]", lambda a: {"A": a["A"][:, 0]}),
+    (r"delta: expected shape \(2, 37, 21\)", cut_off("delta")),
+    (r"A: expected shape \(37, 11\)", lambda a: {"A": a["A"][1:]}),
+    (r"B: expected \[batch, N, T\] or \[batch, groups, N, T\]", lambda a: {"B": a["B"][0, 0]}),
+    (r"B: expected shape \(2, 1, 11, 21\)", cut_off("B")),
+    (r"C: expected shape \(2, 1, 11, 21\)", cut_off("C")),
+    (r"D: expected shape \(37,\)", cut_off("D")),
+    (r"z: expected shape \(2, 37, 21\)", cut_off("z")),
+    (r"delta_bias: expected shape \(37,\)", cut_off("delta_bias")),
+    (r"initial_state: expected shape \(2, 37, 11\)", cut_off("initial_state")),
+    ("B: expected groups that divide 37, got 2", lambda a: {n: a[n].repeat(1, 2, 1, 1) for n in "BC"}),
+    (
+        "B: expected a state N of 1 to 256, got 264",
+        lambda a: (
+            {n: a[n].repeat(1, 1, 24, 1) for n in "BC"}
+            | {n: a[n].repeat_interleave(24, -1) for n in ("A", "initial_state")}
+        ),
+    ),
+    ("seq_idx, cu_seqlens: expected one of them", lambda a: {"seq_idx": NUMBERS, "cu_seqlens": NUMBERS}),
+    ("seq_idx: expected a tensor of int32 or int64", lambda a: {"seq_idx": NUMBERS.float()}),
+    (r"seq_idx: expected shape \(2, 21\)", lambda a: {"seq_idx": NUMBERS[:, 1:]}),
+    ("seq_idx: expected no states", lambda a: {"seq_idx": NUMBERS}),
+    ("cu_seqlens: expected one dimension", lambda a: {"cu_seqlens": NUMBERS[0]}),
+]
+
+
+@pytest.mark.parametrize(("message", "change"), ERRORS)
+def test_shapes_that_do_not_fit_are_refused(
+    message: str, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    given = leaves(SMALL)
+    with pytest.raises((TypeError, ValueError), match=f"selective_scan: {message}"):
+        selective_scan(**given | change(given))
+
+
+@pytest.mark.parametrize("name", [*leaves(SMALL)])
+def test_other_dtypes_and_kinds_are_refused(name: str) -> None:
+    given = leaves(SMALL)
+    message = f"selective_scan: {name}: expected bfloat16, float16 or float32, got torch"
+    for dtype in (torch.float64, torch.int64):
+        with pytest.raises(TypeError, match=message):
+            selective_scan(**given | {name: given[name].detach().to(dtype)})
+    with pytest.raises(TypeError, match=f"selective_scan: {name}: expected a Tensor, got list"):
+        selective_scan(**given | {name: given[name].tolist()})
+    with pytest.raises(TypeError, match=f"selective_scan: {name}: expected a dense"):
+        selective_scan(**given | {name: given[name].detach().to_sparse()})
 
 
 @pytest.mark.gpu

@@ -249,11 +249,35 @@ def test_bad_arguments_are_refused(message: str) -> None:
         call(operands(tokens=23))
 
 
-def test_no_tokens() -> None:
-    given = operands(tokens=0)
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 0), (0, 5), (0, 0)])
+def test_no_tokens_and_no_rows(rows: int, tokens: int) -> None:
+    given = {k: t.requires_grad_() for k, t in operands(rows=rows, tokens=tokens).items()}
     y, after = ssd(**given, **ON)
-    assert y.shape == (2, 0, HEADS, SIZE)
+    assert y.shape == (rows, tokens, HEADS, SIZE)
     assert_same_bits(after.matrix, given["initial_states"])
+    of_after = torch.randn(after.matrix.shape, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad([y, after.matrix], [*given.values()], [torch.ones_like(y), of_after])
+    for (name, t), found in zip(given.items(), got, strict=True):
+        assert_same_bits(found, of_after if name == "initial_states" else torch.zeros_like(t), name)
+
+
+@pytest.mark.parametrize("name", [*operands()])
+def test_a_gradient_alone_is_that_beside_others(name: str) -> None:
+    given = operands(tokens=5)
+    seed = torch.randn(2, 5, HEADS, SIZE, generator=torch.Generator().manual_seed(1))
+
+    def gradient(leaves: dict[str, Tensor]) -> Tensor:
+        y = ssd(**given | leaves, dt_softplus=True)
+        return torch.autograd.grad(y, leaves[name], seed)[0]
+
+    every = {k: t.clone().requires_grad_() for k, t in given.items()}
+    assert_same_bits(gradient({name: given[name].clone().requires_grad_()}), gradient(every))
+
+
+def test_second_derivatives_are_refused() -> None:
+    given = {k: t.requires_grad_() for k, t in operands(tokens=3).items()}
+    with pytest.raises(NotImplementedError, match="ssd: second derivatives"):
+        torch.autograd.grad(ssd(**given).sum(), [*given.values()], create_graph=True)
 
 
 @pytest.mark.parametrize("columns", [True, False])
