@@ -18,6 +18,7 @@ from tests.support.naive_delta import Naive
 
 OPERATIONS = ("gated_delta_rule", "kda", "lightning_attention")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALE = float(torch.tensor(0.6))
 
 
 def operands(
@@ -39,6 +40,9 @@ def operands(
     K, V = sizes
     q, k = (torch.nn.functional.normalize(normal(batch, tokens, key_heads, K), dim=-1) for _ in range(2))
     given = {"q": q.to(dtype), "k": k.to(dtype), "v": normal(batch, tokens, heads, V).to(dtype)}
+    if operation == "ssd":
+        given["dt"] = torch.rand(batch, tokens, heads, generator=r)
+        return given | {"A": -torch.rand(heads, generator=r), "D": normal(heads, V)}
     channels = (K,) if operation == "kda" else ()
     given["g"] = -torch.rand(batch, tokens, heads, *channels, generator=r) * 0.4
     if operation != "lightning_attention":
@@ -55,37 +59,71 @@ def part(given: dict[str, Tensor], rows: Any = slice(None), tokens: Any = slice(
     return {name: t[rows][:, tokens] for name, t in given.items()}
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "f32"), (torch.bfloat16, "bf16")])
-def test_second_implementation(operation: str, dtype: torch.dtype, name: str) -> None:
-    given = operands(operation, dtype, 1, 67, heads=1, sizes=(3, 2))
-    initial = torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(1))
-    leaves = [t.requires_grad_() for t in (*given.values(), initial)]
-    out, state = call(operation, given, initial_state=initial, output_final_state=True, scale=0.6)
-    seeds = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    of_final = torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(3))
-    got = torch.autograd.grad([out, state.matrix], leaves, [seeds, of_final])
+def go_on(
+    operation: str, given: dict[str, Tensor], begin: Tensor | RecurrentState
+) -> tuple[Tensor, RecurrentState]:
+    if operation != "ssd":
+        return call(operation, given, initial_state=begin, output_final_state=True, scale=SCALE)
+    q, k, v, dt, A, D = given.values()
+    begin = begin.mT if isinstance(begin, Tensor) else begin
+    found: Any = samebits.ssd(v, dt, A, k, q, D=D, initial_states=begin, return_final_states=True)
+    return found
 
-    rows = {k: t[0, :, 0].tolist() for k, t in given.items()}
-    g = rows["g"] if operation == "kda" else [[x] for x in rows["g"]]
-    naive = Naive(
-        rows["q"],
-        rows["k"],
-        rows["v"],
-        g,
-        rows.get("beta"),
-        initial[0, 0].tolist(),
-        float(torch.tensor(0.6)),
-        "FMA" if name == "f32" else "HOPPER",
-        name,
-    )
-    assert_same_bits(out[0, :, 0], torch.tensor([x for c in naive.chunks for x in c.o]).to(dtype))
-    assert_same_bits(state.matrix[0, 0], torch.tensor(naive.final))
-    *want, of_initial = naive.backward(seeds[0, :, 0].tolist(), of_final[0, 0].tolist())
-    if operation != "kda":
-        want[3] = [x for (x,) in want[3]]
-    for have, expected, leaf in zip(got, [*want[: len(got) - 1], of_initial], leaves, strict=True):
-        assert_same_bits(have.reshape(-1), torch.tensor(expected).to(leaf.dtype).reshape(-1))
+
+@pytest.mark.parametrize("cut", [0, 21])
+@pytest.mark.parametrize("operation", [*OPERATIONS, "ssd"])
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "f32"), (torch.bfloat16, "bf16")])
+def test_second_implementation(operation: str, dtype: torch.dtype, name: str, cut: int) -> None:
+    """Of two heads that share a key, in a call that goes on after `cut` tokens. No chunk but one is full."""
+    r = torch.Generator().manual_seed(1)
+    is_ssd = operation == "ssd"
+    given = operands(operation, dtype, 1, 67, sizes=(3, 2))
+    initial, of_final = (torch.randn(1, 2, 3, 2, generator=r) for _ in range(2))
+    seeds = torch.randn(1, 67 - cut, 2, 2, generator=r).to(dtype)
+
+    def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
+        return {n: t if n in ("A", "D") else t[:, start:stop] for n, t in given.items()}
+
+    leaves = {n: t.clone().requires_grad_() for n, t in of_tokens(cut, 67).items()}
+    if cut:
+        begin: Tensor | RecurrentState = go_on(operation, of_tokens(0, cut), initial)[1]
+    else:
+        begin = leaves["initial"] = initial.clone().requires_grad_()
+    out, state = go_on(operation, {n: leaves[n] for n in given}, begin)
+    of_matrix = of_final.mT if is_ssd else of_final
+    got = torch.autograd.grad([out, state.matrix], [*leaves.values()], [seeds, of_matrix])
+
+    g = given["dt"] * given["A"] if is_ssd else given["g"]
+    q, k = (given[n][0, :, 0].tolist() for n in "qk")
+    heads = []
+    for h in range(2):
+        beta, weights = (given[n][0, :, h].tolist() if n in given else None for n in ("beta", "dt"))
+        naive = Naive(
+            *(q, k, given["v"][0, :, h].tolist(), g[0, :, h].reshape(67, -1).tolist(), beta),
+            initial[0, h].tolist(),
+            1.0 if is_ssd else SCALE,
+            "FMA" if name == "f32" else "HOPPER",
+            name,
+            weights,
+            given["D"][h].tolist() if is_ssd else None,
+        )
+        results = torch.tensor([x for c in naive.chunks for x in c.o])
+        assert_same_bits(out[0, :, h], results[cut:].to(dtype))
+        assert_same_bits((state.matrix.mT if is_ssd else state.matrix)[0, h], torch.tensor(naive.final))
+        heads.append(naive.backward(seeds[0, :, h].tolist(), of_final[0, h].tolist(), cut))
+
+    want = {
+        n: torch.stack([torch.tensor(of[n]) for of in heads], 0 if n in ("initial", "skip") else 1)
+        for n in heads[0]
+    }
+    want |= {n: want[n][:, 0] + want[n][:, 1] for n in "qk"}
+    if is_ssd:
+        steps, dg = given["dt"][0, cut:], want["g"][..., 0]
+        want["dt"] = want["weights"] + given["A"] * dg
+        want["A"] = sum((steps * dg).unbind(), torch.zeros(2))
+        want["D"] = want["skip"]
+    for (n, leaf), have in zip(leaves.items(), got, strict=True):
+        assert_same_bits(have, want[n].reshape(leaf.shape).to(leaf.dtype), n)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

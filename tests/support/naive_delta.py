@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.support.naive import LOG2E, chain, exact, f32, fma32, round_to
 from tests.support.naive_attention import EXP2, exp2
@@ -24,6 +24,12 @@ def fma(x: float, y: float, z: float) -> float:
     return float(fma32(x, y, z))
 
 
+def dot(x: Row, y: Row, acc: float = 0.0) -> float:
+    for p, r in zip(x, y, strict=True):
+        acc = fma(p, r, acc)
+    return acc
+
+
 def total(x: Row) -> float:
     found = x[0]
     for y in x[1:]:
@@ -40,6 +46,7 @@ class Chunk:
     k: Matrix
     v: Matrix
     beta: Row | None
+    weights: Row | None
     decays: Matrix  # a row of one number for each head, or one for each channel
     z: Matrix = field(default_factory=list)
     u: Matrix = field(default_factory=list)
@@ -53,6 +60,7 @@ class Naive:
     Attributes:
         g: ``[T][1]``, or ``[T][K]`` for a decay of each channel.
         beta: None for no delta rule.
+        weights, skip: those of ``ssd``: of each row, and of each column of the values.
         contract: "FMA" or a family.
         dtype: "f32" or "bf16".
     """
@@ -66,6 +74,8 @@ class Naive:
     scale: float
     contract: str
     dtype: str
+    weights: Row | None = None
+    skip: Row | None = None
 
     def __post_init__(self) -> None:
         self.K, self.V = len(self.initial), len(self.initial[0])
@@ -78,8 +88,8 @@ class Naive:
             for g in self.g[rows]:
                 before = decays[-1] if decays else [0.0] * len(g)
                 decays.append([add(x, mul(y, LOG2E)) for x, y in zip(before, g, strict=True)])
-            beta = None if self.beta is None else self.beta[rows]
-            c = Chunk(matrix, self.q[rows], self.k[rows], self.v[rows], beta, decays)
+            beta, weights = (None if x is None else x[rows] for x in (self.beta, self.weights))
+            c = Chunk(matrix, self.q[rows], self.k[rows], self.v[rows], beta, weights, decays)
             self.rows(c)
             self.chunks.append(c)
             matrix = self.next(c)
@@ -102,6 +112,13 @@ class Naive:
 
     def since(self, c: Chunk, i: int) -> Row:
         return self.decay(c.decays[i], [0.0] * len(c.decays[i]))
+
+    def seen(self, c: Chunk, i: int, j: int) -> float:
+        """What row i sees of row j, with one decay for each head."""
+        return self.weighted(c, self.decay(c.decays[i], c.decays[j])[0], j)
+
+    def weighted(self, c: Chunk, x: float, j: int) -> float:
+        return x if c.weights is None else mul(x, c.weights[j])
 
     # ---- forward
 
@@ -146,13 +163,16 @@ class Naive:
                 c.z.append(z)
                 c.u.append(u)
             read = self.read(c, c.q[i], i)
-            scores = [self.score(c, c.q[i], i, j) for j in range(i + 1)]
+            scores = [self.weighted(c, self.score(c, c.q[i], i, j), j) for j in range(i + 1)]
             found = [self.product(scores, [row[e] for row in c.u], read[e]) for e in range(self.V)]
-            c.o.append([self.rounded(mul(add(x, 0.0), self.scale)) for x in found])
+            found = [mul(add(x, 0.0), self.scale) for x in found]
+            if self.skip is not None:
+                found = [add(x, mul(p, y)) for x, p, y in zip(found, self.skip, c.v[i], strict=True)]
+            c.o.append([self.rounded(x) for x in found])
 
     def next(self, c: Chunk) -> Matrix:
-        kept = self.since(c, len(c.q) - 1)
-        left = [self.decay(c.decays[-1], row) for row in c.decays]
+        n = len(c.q) - 1
+        kept, left = self.since(c, n), [self.decay(c.decays[n], row) for row in c.decays]
         found = []
         for d in range(self.K):
             keys = [row[d] for row in c.k]
@@ -162,23 +182,41 @@ class Naive:
                 if self.by_channel:
                     pair = [mul(x, w[d]) for x, w in zip(keys, left, strict=True)], u
                 else:
-                    pair = keys, [mul(x, w[0]) for x, w in zip(u, left, strict=True)]
+                    pair = keys, [mul(x, self.seen(c, n, j)) for j, x in enumerate(u)]
                 row.append(self.product(*pair, mul(c.matrix[d][e], kept[d])))
             found.append(row)
         return found
 
     # ---- gradients
 
-    def backward(self, grad: Matrix, of_final: Matrix) -> tuple[Matrix, Matrix, Matrix, Matrix, Row, Matrix]:
-        """Of q, k, v, g, beta and the initial matrix; before those of q, k, v are rounded to the dtype."""
-        parts, of_next = [], of_final
-        for n, c in reversed([*enumerate(self.chunks)]):
-            *found, of_next = self.chunk_backward(c, grad[n * CHUNK : (n + 1) * CHUNK], of_next)
-            parts.append(found)
-        joined = [[row for part in reversed(parts) for row in part[i]] for i in range(5)]
-        return (*joined, of_next)  # type: ignore[return-value]
+    def backward(self, grad: Matrix, of_final: Matrix, start: int = 0) -> dict[str, list]:
+        """Of operands and the initial matrix; before those of q, k and v are rounded to the dtype.
 
-    def chunk_backward(self, c: Chunk, f: Matrix, of_next: Matrix) -> tuple[object, ...]:
+        Of a call that went on with row `start`, whose rows `grad` has.
+        """
+        grad = [[0.0] * self.V] * start + grad
+        parts, of_next = [], of_final
+        for n in reversed(range(start // CHUNK, len(self.chunks))):
+            before = max(start - n * CHUNK, 0)
+            c = self.of_call(self.chunks[n], before)
+            found, of_next = self.chunk_backward(c, grad[n * CHUNK : (n + 1) * CHUNK], of_next)
+            parts.append({name: rows[before:] for name, rows in found.items()})
+        joined = {name: [row for part in reversed(parts) for row in part[name]] for name in parts[0]}
+        joined["initial"] = of_next
+        joined["skip"] = [0.0] * self.V
+        for f, v in zip(grad[start:], self.v[start:], strict=True):
+            joined["skip"] = [add(acc, mul(x, y)) for acc, x, y in zip(joined["skip"], f, v, strict=True)]
+        return joined
+
+    def of_call(self, c: Chunk, before: int) -> Chunk:
+        """A chunk whose first rows are those of earlier calls."""
+        q = [[0.0] * self.K] * before + c.q[before:]
+        if c.beta is None:
+            return replace(c, q=q)
+        z = [[0.0] * self.V] * before + c.z[before:]
+        return replace(c, q=q, beta=[0.0] * before + c.beta[before:], z=z)
+
+    def chunk_backward(self, c: Chunk, f: Matrix, of_next: Matrix) -> tuple[dict[str, list], Matrix]:
         n, K, V = len(c.q), range(self.K), range(self.V)
         N = range(n)
         left = [self.decay(c.decays[-1], row) for row in c.decays]
@@ -209,12 +247,13 @@ class Naive:
                         acc = fma(-scores[i], dz[i][e], acc)
                     du[j][e] = acc
                     dz[j][e] = self.rounded(mul(acc, c.beta[j]))
-            for j in N:
-                acc = 0.0
-                for e in V:
-                    acc = fma(du[j][e], c.z[j][e], acc)
-                dbeta.append(acc)
-        dv = du if c.beta is None else dz
+            dbeta = [dot(du[j], c.z[j]) for j in N]
+        dweights = [dot(du[j], c.u[j]) for j in N]
+        dv = dz
+        if c.beta is None:
+            dv = [[self.weighted(c, x, j) for x in du[j]] for j in N]
+        if self.skip is not None:
+            dv = [[add(x, mul(p, y)) for x, p, y in zip(dv[j], self.skip, f[j], strict=True)] for j in N]
 
         A = [[mul(self.product(f[i], c.u[j]), self.scale) if j <= i else 0.0 for j in N] for i in N]
         B = [[-self.product(dz[i], c.u[j]) if j < i else 0.0 for j in N] for i in N]
@@ -224,10 +263,10 @@ class Naive:
         if c.beta is not None:
             b = self.of_rows(c, dz, [[-x for x in row] for row in since], B)
             pairs.append((B, c.k))
-        w = [[mul(self.product(c.u[j], of_next[d]), left[j][d]) for d in K] for j in N]
+        m = [[mul(self.product(c.u[j], of_next[d]), self.weighted(c, left[j][d], j)) for d in K] for j in N]
         columns = [
             [add(x, y) for x, y in zip(*both, strict=True)]
-            for both in zip(self.of_columns(c, pairs), w, strict=True)
+            for both in zip(self.of_columns(c, pairs), m, strict=True)
         ]
         dk = [[add(x, y) for x, y in zip(*both, strict=True)] for both in zip(b, columns, strict=True)]
 
@@ -246,27 +285,23 @@ class Naive:
                         r = [mul(y, s[0]) for y, s in zip(r, factor, strict=True)]
                     dS[d][e] = self.product(p, r, dS[d][e])
 
-        def dot(x: Row, y: Row, acc: float = 0.0) -> float:
-            for p, r in zip(x, y, strict=True):
-                acc = fma(p, r, acc)
-            return acc
-
         rest = [
             [float(f32(x) - f32(y)) for x, y in zip(*both, strict=True)]
             for both in zip(b, columns, strict=True)
         ]
         if self.by_channel:
             sums = [[add(mul(c.q[i][d], a[i][d]), mul(c.k[i][d], rest[i][d])) for d in K] for i in N]
-            last = [add(total([mul(c.k[j][d], w[j][d]) for j in N]), dot(c.matrix[d], by_next[d])) for d in K]
+            last = [add(total([mul(c.k[j][d], m[j][d]) for j in N]), dot(c.matrix[d], by_next[d])) for d in K]
         else:
             sums = [[dot(c.k[i], rest[i], dot(c.q[i], a[i]))] for i in N]
             through = total([dot(c.matrix[d], by_next[d]) for d in K])
-            last = [add(total([dot(c.k[j], w[j]) for j in N]), through)]
+            last = [add(total([dot(c.k[j], m[j]) for j in N]), through)]
         sums[-1] = [add(x, y) for x, y in zip(sums[-1], last, strict=True)]
         dg = [sums[-1]]
         for row in reversed(sums[:-1]):
             dg.append([add(x, y) for x, y in zip(dg[-1], row, strict=True)])
-        return a, dk, dv, dg[::-1], dbeta, dS
+        found = {"q": a, "k": dk, "v": dv, "g": dg[::-1], "beta": dbeta, "weights": dweights}
+        return found, dS
 
     def of_rows(self, c: Chunk, f: Matrix, factor: Matrix, of: Matrix) -> Matrix:
         N, K = range(len(c.q)), range(self.K)
@@ -276,9 +311,7 @@ class Naive:
             for d in K:
                 start = mul(self.product(f[i], c.matrix[d]), factor[i][d])
                 if not self.by_channel:
-                    weights = [
-                        mul(of[i][j], self.decay(c.decays[i], c.decays[j])[0]) if j <= i else 0.0 for j in N
-                    ]
+                    weights = [mul(of[i][j], self.seen(c, i, j)) if j <= i else 0.0 for j in N]
                     row.append(self.product(weights, [x[d] for x in c.k], start))
                     continue
                 if first:
@@ -299,9 +332,7 @@ class Naive:
         if not self.by_channel:
             for of, x in pairs:
                 for j in N:
-                    weights = [
-                        mul(of[i][j], self.decay(c.decays[i], c.decays[j])[0]) if i >= j else 0.0 for i in N
-                    ]
+                    weights = [mul(of[i][j], self.seen(c, i, j)) if i >= j else 0.0 for i in N]
                     found[j] = [self.product(weights, [y[d] for y in x], found[j][d]) for d in K]
             return found
         for start in range(0, n, BLOCK):
