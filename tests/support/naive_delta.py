@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 
 from tests.support.naive import LOG2E, chain, exact, f32, fma32, round_to
@@ -22,6 +23,16 @@ def add(x: float, y: float) -> float:
 
 def fma(x: float, y: float, z: float) -> float:
     return float(fma32(x, y, z))
+
+
+@functools.cache
+def rounded(x: float, dtype: str) -> float:
+    return round_to(exact(x), dtype)
+
+
+@functools.cache
+def power(x: float, contract: str) -> float:
+    return float(exp2(x, EXP2[contract]))
 
 
 def dot(x: Row, y: Row, acc: float = 0.0) -> float:
@@ -96,18 +107,15 @@ class Naive:
         self.final = matrix
 
     def rounded(self, x: float) -> float:
-        return round_to(exact(x), self.dtype)
+        return rounded(x, self.dtype)
 
     def product(self, a: Row, b: Row, start: float = 0.0) -> float:
         terms = [(self.rounded(x), self.rounded(y)) for x, y in zip(a, b, strict=True)]
         return float(chain([terms], self.contract, self.dtype, acc=start))
 
-    def exp2(self, x: float) -> float:
-        return float(exp2(x, EXP2[self.contract]))
-
     def decay(self, after: Row, before: Row) -> Row:
         """From one row to another, for each channel."""
-        found = [self.exp2(float(f32(x) - f32(y))) for x, y in zip(after, before, strict=True)]
+        found = [power(float(f32(x) - f32(y)), self.contract) for x, y in zip(after, before, strict=True)]
         return found if self.by_channel else found * self.K
 
     def since(self, c: Chunk, i: int) -> Row:
