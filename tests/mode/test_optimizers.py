@@ -135,6 +135,9 @@ def mesh() -> Any:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.xfail(
+    raises=NotImplementedError, strict=False, reason="after the process's mode, DTensor refuses it: limits.md"
+)
 def test_shards_of_fsdp(mesh: Any) -> None:
     """A DTensor takes its step where this rank's part lies."""
     values = torch.linspace(-1, 1, 67)
