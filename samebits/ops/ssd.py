@@ -113,12 +113,13 @@ def ssd(
     check_sizes(_OP, heads, groups, states)
     if not 1 <= size <= _MOST:
         raise ValueError(f"samebits.{_OP}: x: expected P from 1 to {_MOST}, got {size}")
-    if seq_idx is None:
-        spans = spans_of(_OP, x, cu_seqlens, key_start, key_length, key, "x")
+    if seq_idx is None and cu_seqlens is None:
+        spans = spans_of(_OP, x, None, key_start, key_length, key, "x")
     elif key_start is not None or key_length is not None:
-        raise ValueError(f"samebits.{_OP}: key_start, key_length: expected none with seq_idx")
-    else:
-        offsets = offsets_of(batch, tokens, seq_idx, None, x)
+        packed = "cu_seqlens" if seq_idx is None else "seq_idx"
+        raise ValueError(f"samebits.{_OP}: key_start, key_length: expected none with {packed}")
+    else:  # which are checked above
+        offsets = offsets_of(batch, tokens, seq_idx, cu_seqlens, x)
         spans = torch.stack([offsets[:-1], offsets[1:]], 1)
     expect(_OP, "initial_states", plain, (len(spans), heads, size, states))
     own = ssd_layout(x, B)
