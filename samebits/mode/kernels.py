@@ -2,7 +2,8 @@
 
 The context's are at a key that is included in its thread alone (:data:`samebits.backends.modes.CONTEXT`).
 So what has no rule runs as ever, at no cost. Elementwise functions have a rule for CPU tensors alone: beside
-a GPU, whose tensors must not pay for it, they are at the CPU's own keys, where the process's are too.
+a GPU, whose tensors must not pay for it, they are at the CPU's own keys, where the process's are too. Steps
+of optimizers stay at the context's, which comes before what DTensor does.
 """
 
 from __future__ import annotations
@@ -94,6 +95,10 @@ def _of_cpus(rule: OperatorRule) -> bool:
     return "CPU" in rule.keys and "CUDA" not in rule.keys
 
 
+def _takes_lists(op: OpOverload) -> bool:
+    return any(str(a.type) == "List[Tensor]" for a in op._schema.arguments)
+
+
 def _at_backends(library: _Libraries, found: dict[OpOverload, OperatorRule]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
@@ -117,7 +122,7 @@ def _context_kernels() -> _Libraries:
 
 def _in_contexts(library: _Libraries) -> None:
     for op, rule in operator_rules().items():
-        if "cpu" not in _libraries or not _of_cpus(rule):
+        if "cpu" not in _libraries or not _of_cpus(rule) or _takes_lists(op):
             library.impl(op, _in_context(op, rule), NAMES[CONTEXT])
         if rule.of_gradients:
             library.impl(op, _in_backward(op, rule), NAMES[RECORDED])
