@@ -41,6 +41,7 @@ measure unaligned 60 unaligned
 measure fp8_accuracy 60 fp8_accuracy
 measure fp8_invariance 180 fp8_invariance
 measure segments 120 segments
+measure segments_float32 120 segments --float32 --rows 1 8 64 512 2048
 measure held_out 300 held_out
 measure bench 450 gpu
 measure attention 300 attention

@@ -47,6 +47,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "rows.json": {"rows": operations.gpu_rows},
     "steps.json": {"steps": models.gpu_steps},
     "segments.json": {"segments": products.gpu_segments},
+    "segments_float32.json": {"segments-float32": products.gpu_segments},
     "scaled.json": {"scaled": products.gpu_scaled},
     "scaled_grouped.json": {
         "scaled-grouped": products.gpu_scaled_grouped,

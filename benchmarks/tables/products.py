@@ -294,9 +294,9 @@ def gpu_fp8_accuracy(data: dict[str, Any]) -> str:
 def gpu_segments(data: dict[str, Any]) -> str:
     """What sums in segments cost on one GPU."""
     head = ["rows", "time / plain chain", "worst", "time / torch.mm", "worst"]
-    text = (
-        f"`TENSOR_CORE.segmented({data['segments']})`, {len(data['cases'])} products, bf16, geometric means."
-    )
+    dtype = data.get("dtype", "bfloat16")
+    contract = f"{'FMA' if dtype == 'float32' else 'TENSOR_CORE'}.segmented({data['segments']})"
+    text = f"`{contract}`, {len(data['cases'])} products, {dtype}, geometric means."
     return "\n\n".join((table(head, ranks.segments_rows(data)), text, measured_on_gpu(data)))
 
 
