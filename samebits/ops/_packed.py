@@ -12,9 +12,15 @@ from samebits.ops._sequences import assert_cu_seqlens, check_cu_seqlens
 
 
 def check_packed(
-    op: str, x: Tensor, tokens: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None, states: bool
+    op: str,
+    x: Tensor,
+    tokens: int,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    states: bool,
+    named: str = "x",
 ) -> None:
-    """Refuse what does not say how each row of `x`, the argument of that name, divides into sequences.
+    """Refuse what does not say how each row of `x`, the argument `named` so, divides into sequences.
 
     Values of `cu_seqlens` are read on a CPU; a GPU checks them without being waited for.
     """
@@ -26,7 +32,7 @@ def check_packed(
     if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
         got = given.dtype if isinstance(given, Tensor) else type(given).__name__
         raise TypeError(f"samebits.{op}: {name}: expected a tensor of int32 or int64, got {got}")
-    check_device(op, name, given, "x", x)
+    check_device(op, name, given, named, x)
     if seq_idx is not None:
         if seq_idx.shape != (len(x), tokens):
             raise ValueError(
@@ -37,8 +43,8 @@ def check_packed(
         return
     if given.ndim != 1 or len(x) != 1:
         raise ValueError(
-            f"samebits.{op}: cu_seqlens: expected one dimension, and x with one row, got {shape(given)} and"
-            f" {shape(x)}"
+            f"samebits.{op}: cu_seqlens: expected one dimension, and {named} with one row, got {shape(given)}"
+            f" and {shape(x)}"
         )
     if given.is_cuda:
         assert_cu_seqlens(op, given, tokens, pack_key("", None))

@@ -83,7 +83,7 @@ def selective_scan(
     expect(op, "D", D, (channels,))
     expect(op, "z", z, (batch, channels, tokens))
     expect(op, "delta_bias", delta_bias, (channels,))
-    check_packed(op, u, tokens, seq_idx, cu_seqlens, initial_state is not None or return_last_state)
+    check_packed(op, u, tokens, seq_idx, cu_seqlens, initial_state is not None or return_last_state, "u")
     check_sizes(op, channels, groups, states)
     rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
     expect(op, "initial_state", initial_state, (rows, channels, states))

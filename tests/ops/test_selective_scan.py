@@ -134,7 +134,7 @@ ERRORS: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = [
     ("seq_idx: expected a tensor of int32 or int64", lambda a: {"seq_idx": NUMBERS.float()}),
     (r"seq_idx: expected shape \(2, 21\)", lambda a: {"seq_idx": NUMBERS[:, 1:]}),
     ("seq_idx: expected no states", lambda a: {"seq_idx": NUMBERS}),
-    ("cu_seqlens: expected one dimension", lambda a: {"cu_seqlens": NUMBERS[0]}),
+    ("cu_seqlens: expected one dimension, and u with one row", lambda a: {"cu_seqlens": NUMBERS[0]}),
 ]
 
 
