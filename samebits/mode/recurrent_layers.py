@@ -1,9 +1,9 @@
 """Recurrent layers of ``transformers``, under the mode: delta rules and lightning attention.
 
-They prefill in chunks that count from a row's start, and decode by another algorithm. So the functions that
-the layers call are changed, once: under the mode they are this library's, whose decoding has the bits of a
-prefill, else their own. Which tokens are a sequence's is known where a model makes its masks, and told to the
-functions by the layer's call that hides padding.
+They prefill in chunks that count from a row's start, and decode by another algorithm; their convolutions see
+across packed sequences. So the functions that the layers call are changed, once: under the mode they are this
+library's, whose decoding has the bits of a prefill, else their own. Which tokens are a sequence's is known
+where a model makes its masks, and told to the functions by the layer's call that hides padding.
 
 A cache holds ``RecurrentState.data`` where it held a matrix.
 """
@@ -24,9 +24,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.backends.recurrent import Layout, RecurrentState
 from samebits.mode.patches import ChangedError, when_loaded
+from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
 from samebits.ops.delta_rule import gated_delta_rule, kda, lightning_attention, state_layout
 
-__all__ = ["Sequences", "cached_state", "cover_recurrent", "over_sequences", "sequences_of"]
+__all__ = [
+    "Sequences",
+    "cached_state",
+    "conv_update",
+    "cover_recurrent",
+    "over_sequences",
+    "sequences_of",
+    "wants_gradients",
+]
 
 Run = Callable[..., Any]
 
@@ -65,7 +74,10 @@ def _cover(name: str) -> None:
     _replace(module, "apply_mask_to_padding_states", _hide_padding)
     for function in _MODULES[name]:
         _replace(module, function, _gated_delta_rule if _MODULES[name] is _DELTA else _kda)
-    if not _MODULES[name]:
+    if _MODULES[name]:
+        _replace(module, "causal_conv1d_fn", _conv)
+        _replace(module, "causal_conv1d_update", _conv_update)
+    else:
         _replace(module.MiniMaxLightningAttention, "forward", _lightning)
 
 
@@ -108,7 +120,10 @@ class Sequences(NamedTuple):
 
 
 class _Here(threading.local):
+    """A layer's call: what it was told, and how many tokens a row has."""
+
     sequences = Sequences()
+    tokens = 0
 
 
 _here = _Here()
@@ -140,6 +155,7 @@ def _hide_padding(own: Run, hidden_states: Tensor, attention_mask: Tensor | None
     """A layer begins. What it is told of padding is kept for the operation that it calls."""
     known = attention_mask is not None and attention_mask.shape == hidden_states.shape[:2]
     _here.sequences = sequences_of(attention_mask) if known else Sequences()  # type: ignore[arg-type]
+    _here.tokens = hidden_states.shape[1]
     hidden: Tensor = own(hidden_states, attention_mask)
     return hidden
 
@@ -161,6 +177,63 @@ def sequences_of(mask: Tensor) -> Sequences:
 
 
 # ---- the operations
+
+
+def _offsets(given: dict[str, Any]) -> Tensor | None:
+    """Those of packed sequences, as a call of the model told them."""
+    return next((given[n] for n in ("cu_seqlens", "cu_seq_lens_q") if given.get(n) is not None), None)
+
+
+def _conv(
+    own: Run,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """``causal_conv1d_fn``, of ``[batch, channels, T]``. What a cache kept lies before a row's tokens."""
+    fused = activation if activation in (None, "silu", "swish") else None
+
+    def run(x: Tensor, cu_seqlens: Tensor | None = None, **_: Any) -> tuple[Any, None]:
+        found: Any = causal_conv1d(x.mT, weight, bias, activation=fused, cu_seqlens=cu_seqlens)
+        return found.mT, None  # padding is zeros already, and so is what is before a sequence
+
+    told, offsets, tokens = _here.sequences, _offsets(kwargs), _here.tokens
+    kept = hidden_states.shape[2] - tokens
+    if kept:  # they are of the row's first sequence
+        told = Sequences()
+        offsets = None if offsets is None else offsets + kept * -(-offsets // tokens)
+    out = over_sequences(told, run, (hidden_states.to(weight.dtype).mT,), offsets)[0].mT
+    if activation != fused:
+        from transformers.activations import ACT2FN
+
+        out = ACT2FN[activation](out)
+    return out.to(hidden_states.dtype)
+
+
+def _conv_update(own: Run, *args: Any, **kwargs: Any) -> Tensor:
+    found = conv_update(*args, **kwargs)
+    return own(*args, **kwargs) if found is NotImplemented else found  # type: ignore[no-any-return]
+
+
+def conv_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """``causal_conv1d_update``, or NotImplemented; its own form has the same bits."""
+    if activation not in (None, "silu", "swish") or wants_gradients(hidden_states, weight, bias):
+        return NotImplemented
+    if not hidden_states.dtype == conv_state.dtype == weight.dtype:
+        return NotImplemented
+    return causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _gated_delta_rule(own: Run, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -185,10 +258,9 @@ def _delta(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """``torch_chunk_gated_delta_rule`` and the like, of a prefill and of decoding."""
-    offsets = next((kwargs[n] for n in ("cu_seqlens", "cu_seq_lens_q") if kwargs.get(n) is not None), None)
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     operands = (query, key, value, g, beta)
-    return _run(operation, operands, initial_state, output_final_state, offsets, options)
+    return _run(operation, operands, initial_state, output_final_state, _offsets(kwargs), options)
 
 
 def _run(

@@ -20,8 +20,15 @@ from torch import Tensor, nn
 
 from samebits.backends.recurrent import RecurrentState
 from samebits.mode.exchanged import in_module, under_the_mode
-from samebits.mode.recurrent_layers import Sequences, cached_state, over_sequences, sequences_of
-from samebits.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
+from samebits.mode.recurrent_layers import (
+    Sequences,
+    cached_state,
+    conv_update,
+    over_sequences,
+    sequences_of,
+    wants_gradients,
+)
+from samebits.ops.causal_conv1d import causal_conv1d
 from samebits.ops.selective_scan import selective_scan
 from samebits.ops.ssd import ssd, ssd_layout
 from samebits.ops.state_space import selective_state_update
@@ -31,6 +38,8 @@ __all__ = ["called"]
 _MODELS = """
     mamba mamba2 falcon_mamba jamba bamba nemotron_h falcon_h1 granitemoehybrid zamba zamba2 lfm2 lfm2_moe
 """.split()  # noqa: SIM905
+_UNTOLD = "granitemoehybrid"
+"""A model that does not tell its masks of ``position_ids``."""
 
 
 class _Called(threading.local):
@@ -42,6 +51,7 @@ class _Called(threading.local):
         mask: which tokens are a sequence's, or None for all.
         cache: that of the model, or None.
         scans: how many it has run in this call.
+        positions: ``position_ids`` of a model that does not tell them to its masks.
     """
 
     layer: Any = None
@@ -49,6 +59,7 @@ class _Called(threading.local):
     mask: Tensor | None = None
     cache: Any = None
     scans = 0
+    positions: Tensor | None = None
 
 
 called = _Called()
@@ -94,6 +105,29 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return numbers.expand(len(kwargs["inputs_embeds"]), -1)[..., None]
 
 
+def _tell_positions(module: Any, model: type[nn.Module]) -> None:
+    """Let a model's masks know its ``position_ids``."""
+    own = model.forward
+    takes = inspect.signature(own)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = takes.bind(*args, **kwargs).arguments
+        before, called.positions = called.positions, given.get("position_ids")
+        try:
+            return own(*args, **kwargs)
+        finally:
+            called.positions = before
+
+    model.forward = under_the_mode(own, forward)
+    for name in ("create_causal_mask", "create_recurrent_attention_mask"):
+        create = getattr(module, name)
+
+        def told(*args: Any, create: Callable[..., Any] = create, **kwargs: Any) -> Any:
+            return create(*args, **{"position_ids": called.positions} | kwargs)
+
+        setattr(module, name, under_the_mode(create, told))
+
+
 def _packed(x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     """The argument that says how rows divide into sequences, if they do."""
     found = given.get("seq_idx") if called.sequences is None else called.sequences
@@ -117,24 +151,6 @@ def _conv(
     packed = _packed(hidden_states, given)
     out: Any = causal_conv1d(hidden_states.to(weight.dtype), weight, bias, activation=activation, **packed)
     return out.to(hidden_states.dtype)
-
-
-def _conv_update(
-    hidden_states: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-) -> Any:
-    if activation not in (None, "silu", "swish") or _wants_gradients(hidden_states, weight, bias):
-        return NotImplemented
-    if not hidden_states.dtype == conv_state.dtype == weight.dtype:
-        return NotImplemented
-    return causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
-
-
-def _wants_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _scan_of_heads(
@@ -227,7 +243,7 @@ def _step_of_channels(
     D: Tensor | None = None,
     **given: Any,
 ) -> Any:
-    if _wants_gradients(hidden_states, dt, A, B, C) or state.dtype != torch.float32:
+    if wants_gradients(hidden_states, dt, A, B, C) or state.dtype != torch.float32:
         return NotImplemented
     named = ("z", "dt_bias", "dt_softplus", "dt_limit")
     passed = {name: given[name] for name in named if name in given}
@@ -240,7 +256,7 @@ def _unfused(*_: Any, **__: Any) -> None:
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _conv,
-    "causal_conv1d_update": _conv_update,
+    "causal_conv1d_update": conv_update,
     "mamba_selective_scan": _scan_of_channels,
     "mamba_selective_state_update": _step_of_channels,
     "mamba_inner_fn": _unfused,
@@ -270,6 +286,8 @@ def _exchange(name: str) -> None:
         own = module.create_recurrent_attention_mask
         mask = torch.compiler.disable(functools.partial(_mask, own))
         module.create_recurrent_attention_mask = under_the_mode(own, mask)
+    if name.endswith(_UNTOLD):
+        _tell_positions(module, module.GraniteMoeHybridModel)
 
 
 for _model in _MODELS:

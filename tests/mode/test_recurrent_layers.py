@@ -76,7 +76,7 @@ def test_pieces_padding_and_beams() -> None:
 
 
 def test_packed_sequences_restart_in_the_recurrence() -> None:
-    """The mask names their tokens. (Convolutions before the recurrence are another operation's.)"""
+    """The mask names their tokens."""
     net = model()
     module = sys.modules[type(net).__module__]
     positions = torch.tensor([[0, 1, 2, 0, 1, 0]])
