@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from generate import build, generate, training
@@ -29,6 +30,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from samebits import batch_invariant
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TINY = {
     "hidden_size": 32,
@@ -146,15 +150,14 @@ def watch(runs: dict[str, Iterator[Run]]) -> dict[str, Run]:
     return now
 
 
-def plot(runs: dict[str, Run], to: Path) -> None:
-    """Plot the mismatch of rollout and trainer, and the reward, over the steps."""
+def draw(runs: dict[str, Run]) -> Figure:
+    """Draw the mismatch of rollout and trainer, and the reward, over the steps."""
     import matplotlib
+    import matplotlib.pyplot as plt
 
-    matplotlib.use("svg")
     style = {"svg.hashsalt": "samebits", "svg.fonttype": "none", "font.size": 11, "axes.grid": True}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e5e5e5"}
     matplotlib.rcParams.update(style)  # the same data gives the same file
-    import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for (name, run), colour in zip(runs.items(), ("#c62828", "#00796b"), strict=True):
@@ -166,7 +169,7 @@ def plot(runs: dict[str, Run], to: Path) -> None:
     left.set(xlabel="step", title="KL of rollout and trainer")
     right.set(xlabel="step", title="mean reward", ylim=(0, 1))
     left.legend(frameon=False)
-    figure.savefig(to, metadata={"Date": None})
+    return figure
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
@@ -174,17 +177,23 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="default: bfloat16 on a GPU, float32 on a CPU, where so small a model may not drift in 16 bits",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", default=Path("grpo.svg"))
     options = parser.parse_args(arguments)
-    place = {"dtype": getattr(torch, options.dtype), "device": options.device}
+    dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    place = {"dtype": getattr(torch, dtype), "device": options.device}
     ours = {"PyTorch": False, "samebits": True, "samebits, again": True}
     runs = watch({name: training_steps(options.steps, ours=own, **place) for name, own in ours.items()})
     if find_spec("matplotlib") is None:
         print("no picture: pip install matplotlib")
     else:
-        plot({name: runs[name] for name in ("PyTorch", "samebits")}, options.plot)
+        figure = draw({name: runs[name] for name in ("PyTorch", "samebits")})
+        figure.savefig(options.plot, format="svg", metadata={"Date": None})
         print(f"picture: {options.plot}")
     return runs
 
