@@ -48,7 +48,7 @@ def overview() -> dict[str, str]:
     return {name: gpus[0] for name, gpus in found.items() if gpus}
 
 
-OVERVIEW = ("trl_vllm", "vllm", "vllm_1.7b", "steps")
+OVERVIEW = ("trl_vllm", "vllm", "vllm_1.7b", "sglang_8b", "steps")
 
 
 def tiny(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -23,13 +23,16 @@ def overview() -> str:
             f" {stock[0]:,} of {stock[1]:,} log-probs in stock, and about {ours[0]:,} of {ours[1]:,} under"
             " samebits."
         )
-    for of in (data[name] for name in ("vllm", "vllm_1.7b") if name in data):
-        works = engines.WORKS
-        speeds = [[engines.speed(of["engines"][who], w) for w in works] for who in ("samebits", "stock")]
-        beside = [ours / stock for ours, stock in zip(*speeds, strict=True)]
-        costs.append(
-            f"a rollout of {of['model']} has {min(beside):.2f} to {max(beside):.2f} of vLLM's tokens/s"
-        )
+    rollouts: dict[str, list[str]] = {}
+    for name, engine in (("vllm", "vLLM"), ("sglang_8b", "SGLang"), ("vllm_1.7b", "vLLM")):
+        if of := data.get(name):
+            speeds = [
+                [engines.speed(of["engines"][e], w) for w in engines.WORKS] for e in ("samebits", "stock")
+            ]
+            beside = [ours / stock for ours, stock in zip(*speeds, strict=True)]
+            text = f"{min(beside):.2f} to {max(beside):.2f} of {engine}'s tokens/s"
+            rollouts.setdefault(of["model"], []).append(text)
+    costs += [f"a rollout of {model} has {' and '.join(found)}" for model, found in rollouts.items()]
     if "steps" in data:
         cases = steps.trained(data["steps"]).values()
         beside = [steps.best(c)["ms"] / c.get(COMPILED, c["torch"])["ms"] for c in cases]
@@ -245,9 +248,14 @@ def the_price(gpu: str) -> str:
     return "\n\n".join((table(["time, PyTorch = 1", "samebits", "worst", "others"], rows), said))
 
 
-def gpu_vllm(data: dict[str, Any]) -> str:
-    """Tokens per second of vLLM, stock and with the plug-in."""
-    names = {"stock": "stock", "invariant": "`VLLM_BATCH_INVARIANT=1`", "samebits": "samebits"}
+def gpu_engine(data: dict[str, Any]) -> str:
+    """Tokens per second of vLLM or SGLang, stock and with the plug-in."""
+    names = {
+        "stock": "stock",
+        "invariant": "`VLLM_BATCH_INVARIANT=1`",
+        "deterministic": "deterministic mode",
+        "samebits": "samebits",
+    }
     found = {name: data["engines"][name] for name in names if name in data["engines"]}
     rows = []
     for work in engines.WORKS:
@@ -260,12 +268,14 @@ def gpu_vllm(data: dict[str, Any]) -> str:
         values = [engines.middle(of[key]) for of in found.values()]
         rows.append([what, *(f"{v:,.0f}" for v in values), *(f"{v / values[0]:.2f}" for v in values[1:])])
     head = [names[name] for name in found]
+    attention = data["engines"]["stock"].get("attention")
+    of_stock = f" Stock has the attention that it calls `{attention}`." if attention else ""
     return "\n\n".join(
         (
             table(["tokens per second", *head, *(f"{name} / stock" for name in head[1:])], rows),
             f"{data['model']}'s shape, random weights, bf16, with the log-prob of each sampled token. Prompts"
             f" of {engines.PROMPT} tokens where tokens are decoded. Medians of {engines.ROUNDS} rounds. Each"
-            " engine has a process of its own.",
+            f" engine has a process of its own.{of_stock}",
             measured_on_gpu(data),
         )
     )
