@@ -1,15 +1,20 @@
 """Delta rules, linear attention and state spaces beside flash-linear-attention and mamba-ssm.
 
-python -m benchmarks recurrent [--quick] [--only LAYER] [--commit COMMIT] [--out FILE]
+python -m benchmarks recurrent [--quick] [--only LAYER] [--limit SECONDS] [--commit COMMIT] [--out FILE]
 
-Forward, forward with backward, and decoding -> benchmarks/results/<gpu>/recurrent.json. Other libraries take
-part if they are installed. Decoding is compared with a prefill, bit for bit, before it is timed.
+Forward, forward with backward, and decoding -> benchmarks/results/<gpu>/recurrent.json, which is written
+after each layer. Other libraries take part if they are installed; what of them compiles for longer than the
+limit is refused. Decoding is compared with a prefill, bit for bit, before it is timed. All who take part in a
+case are timed in the same way, which it names: in CUDA graphs, or where one of them cannot be captured by
+launches from Python.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -87,6 +92,31 @@ def _space(state: Any, x: dict[str, Any]) -> Any:
     return samebits.ssd(**x, initial_states=state, return_final_states=True)
 
 
+def _last(x: Operands) -> Operands:
+    """The last token, where tokens come last."""
+    return {name: t[..., -1] if t.ndim == 3 else t for name, t in x.items()}
+
+
+def _scan(initial_state: Tensor | None = None, output_final_state: bool = True, **x: Any) -> Any:
+    if initial_state is None:
+        return samebits.selective_scan(**x, return_last_state=True)
+    last: list[Any] = [*_last(x).values()]
+    return samebits.selective_state_update(initial_state, *last)[..., None], initial_state
+
+
+def _convolve(initial_state: Tensor | None = None, output_final_state: bool = True, **x: Any) -> Any:
+    if initial_state is None:
+        return samebits.causal_conv1d(**x, return_final_states=True, activation="silu")
+    y = samebits.causal_conv1d_update(_last(x)["x"], initial_state, x["weight"], activation="silu")
+    return y[..., None], initial_state
+
+
+def _convolve_tokens(convolve: Run, x: Operands) -> Tensor:
+    """As fla has it, with channels last."""
+    y: Tensor = convolve(x["x"].mT, weight=x["weight"], activation="silu")[0]
+    return y.mT
+
+
 def _of_channels(x: Operands) -> tuple[Tensor, ...]:
     """A step's operands as mamba-ssm takes them: D and the bias of steps, too."""
     of_head = HEADS, SIZE
@@ -104,7 +134,9 @@ class Layer:
         ours: gives results alone.
         theirs: the library, its function's module and name, and how that is called.
         decodes: whether steps go on with a :class:`samebits.RecurrentState`.
-        their_step: the same for a step of decoding, with a state [batch, heads, size, size].
+        their_step: the same for a step of decoding, with a state.
+        state: the shape of that for one sequence, and its dtype.
+        axis: of tokens.
     """
 
     operands: Callable[[int, int], Operands]
@@ -112,6 +144,8 @@ class Layer:
     theirs: tuple[str, str, str, Callable[[Run, Operands], Any]]
     decodes: Run | None = None
     their_step: tuple[str, str, str, Callable[[Run, Operands, Tensor], Any]] | None = None
+    state: tuple[tuple[int, ...], torch.dtype] = ((HEADS, SIZE, SIZE), torch.float32)
+    axis: int = 1
 
 
 LAYERS = {
@@ -122,16 +156,6 @@ LAYERS = {
         samebits.gated_delta_rule,
         (
             *("fla", "fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"),
-            lambda f, x, state: f(**x, initial_state=state, output_final_state=True)[0],
-        ),
-    ),
-    "kda": Layer(
-        _by_channel,
-        lambda **x: samebits.kda(**x)[0],
-        ("fla", "fla.ops.kda", "chunk_kda", lambda f, x: f(**x)[0]),
-        samebits.kda,
-        (
-            *("fla", "fla.ops.kda", "fused_recurrent_kda"),
             lambda f, x, state: f(**x, initial_state=state, output_final_state=True)[0],
         ),
     ),
@@ -165,11 +189,35 @@ LAYERS = {
             *("mamba-ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn"),
             lambda f, x: f(*x.values()),
         ),
+        _scan,
+        (
+            *("mamba-ssm", "mamba_ssm.ops.triton.selective_state_update", "selective_state_update"),
+            lambda f, x, state: f(state, *_last(x).values()),
+        ),
+        ((CHANNELS, 16), torch.float32),
+        2,
     ),
     "causal_conv1d": Layer(
         _taps,
         lambda x, weight: samebits.causal_conv1d(x, weight, activation="silu"),
-        ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", lambda f, x: f(**x, activation="silu")),
+        ("fla", "fla.modules.causal_conv1d", "causal_conv1d", _convolve_tokens),
+        _convolve,
+        (
+            *("fla", "fla.modules.causal_conv1d", "causal_conv1d_update"),
+            lambda f, x, state: f(x["x"][..., -1], state, weight=x["weight"], activation="silu"),
+        ),
+        ((CHANNELS, TAPS), BF16),
+        2,
+    ),
+    "kda": Layer(  # last: the other library tunes for minutes
+        _by_channel,
+        lambda **x: samebits.kda(**x)[0],
+        ("fla", "fla.ops.kda", "chunk_kda", lambda f, x: f(**x)[0]),
+        samebits.kda,
+        (
+            *("fla", "fla.ops.kda", "fused_recurrent_kda"),
+            lambda f, x, state: f(**x, initial_state=state, output_final_state=True)[0],
+        ),
     ),
 }
 
@@ -193,16 +241,51 @@ def _in_turns(runs: dict[str, Callable[[], Any]], calls: int, rounds: int) -> di
     return {name: median(t) for name, t in times.items()}
 
 
-def _graphed(runs: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, float]:
-    """Median microseconds of a call in CUDA graphs; with what cannot be captured, from Python."""
+def _times(runs: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, Any]:
+    """Median microseconds of a call in CUDA graphs; with what cannot be captured, from Python for all."""
     race = Race(calls)
     try:
         for name, run in runs.items():
             race.add(name, run, [()])
-        return race.run(rounds)
+        return {"by": "graphs", "us": race.run(rounds)}
     except RuntimeError:
         torch.cuda.synchronize()
-        return _in_turns(runs, calls, rounds)
+        return {"by": "launches", "us": _in_turns(runs, calls, rounds)}
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    """TimeoutError after so long: some libraries tune for minutes."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"compiled for {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _taking_part(
+    contestants: dict[str, Callable[[], Callable[[], Any]]], limit: int, case: dict[str, Any]
+) -> dict[str, Callable[[], Any]]:
+    """What can be called. What a library refuses is noted in `case`."""
+    runs = {}
+    for who, make in contestants.items():
+        try:
+            with _limited(limit):
+                run = make()
+                run()
+                torch.cuda.synchronize()
+            runs[who] = run
+        except UnavailableError:
+            raise
+        except Exception as error:
+            case.setdefault("refused", {})[who] = f"{type(error).__name__}: {error}"[:200]
+    return runs
 
 
 def _contestants(name: str, x: Operands) -> dict[str, Callable[[Operands], Tensor]]:
@@ -214,26 +297,25 @@ def _contestants(name: str, x: Operands) -> dict[str, Callable[[Operands], Tenso
     return found
 
 
-def prefills(name: str) -> Iterator[dict[str, Any]]:
-    """Forward, and forward with backward. What a library refuses is noted."""
+def prefills(name: str, limit: int) -> Iterator[dict[str, Any]]:
+    """Forward, and forward with backward."""
     for batch, tokens in PREFILLS:
         x = LAYERS[name].operands(batch, tokens)
         for what in ("forward", "both"):
-            runs: dict[str, Callable[[], Any]] = {}
             case: dict[str, Any] = {"layer": name, "what": what, "batch": batch, "tokens": tokens}
+            calls: dict[str, Callable[[], Callable[[], Any]]] = {}
             for who, run in _contestants(name, x).items():
-                try:
-                    call = _both(run, x) if what == "both" else partial(torch.no_grad()(run), x)
-                    call()
-                    torch.cuda.synchronize()
-                    runs[who] = call
-                except Exception as error:
-                    case.setdefault("refused", {})[who] = f"{type(error).__name__}: {error}"[:200]
-            yield case | {"us": _in_turns(runs, 5, 7) if runs else {}}
+                forward = partial(torch.no_grad()(run), x)
+                calls[who] = partial(_both, run, x) if what == "both" else lambda forward=forward: forward  # type: ignore[misc]
+            runs = _taking_part(calls, limit, case)
+            yield case | (_times(runs, 5, 7) if runs else {"us": {}})
 
 
-def _parts(x: Operands, start: int, stop: int) -> Operands:
-    return {key: t[:, start:stop].contiguous() if t.ndim > 1 else t for key, t in x.items()}
+def _parts(name: str, x: Operands, start: int, stop: int) -> Operands:
+    axis = LAYERS[name].axis
+    return {
+        key: t.narrow(axis, start, stop - start).contiguous() if t.ndim > axis else t for key, t in x.items()
+    }
 
 
 def _check(name: str) -> None:
@@ -242,16 +324,16 @@ def _check(name: str) -> None:
     assert decodes is not None
     x = LAYERS[name].operands(2, 70)
     whole, _ = decodes(**x)
-    found, state = decodes(**_parts(x, 0, 60), output_final_state=True)
+    found, state = decodes(**_parts(name, x, 0, 60), output_final_state=True)
     steps = [found]
     for t in range(60, 70):
-        found, state = decodes(**_parts(x, t, t + 1), initial_state=state, output_final_state=True)
+        found, state = decodes(**_parts(name, x, t, t + 1), initial_state=state, output_final_state=True)
         steps.append(found)
-    assert_same_bits(torch.cat(steps, 1), whole, name)
+    assert_same_bits(torch.cat(steps, LAYERS[name].axis), whole, name)
 
 
 @torch.no_grad()
-def decoding(name: str) -> Iterator[dict[str, Any]]:
+def decoding(name: str, limit: int) -> Iterator[dict[str, Any]]:
     """A step of each sequence: in the mean over a chunk's rows, for it is closed once in 64 tokens."""
     layer = LAYERS[name]
     if layer.decodes is None or layer.their_step is None:
@@ -259,19 +341,17 @@ def decoding(name: str) -> Iterator[dict[str, Any]]:
     decodes, (library, module, function, how) = layer.decodes, layer.their_step
     _check(name)
     for batch in DECODED:
+        case: dict[str, Any] = {"layer": name, "what": "decode", "batch": batch, "tokens": 1}
         x = layer.operands(batch, 65)
-        _, state = decodes(**_parts(x, 0, 64), output_final_state=True)
-        last = _parts(x, 64, 65)
-        runs: dict[str, Callable[[], Any]] = {
-            "samebits": lambda last=last, state=state: decodes(  # type: ignore[misc]
-                **last, initial_state=state, output_final_state=True
-            )
-        }
+        _, state = decodes(**_parts(name, x, 0, 64), output_final_state=True)
+        last = _parts(name, x, 64, 65)
+        ours = partial(decodes, **last, initial_state=state, output_final_state=True)
+        calls: dict[str, Callable[[], Callable[[], Any]]] = {"samebits": lambda ours=ours: ours}  # type: ignore[misc]
         if (peer := _peer(module, function)) is not None:
-            theirs = torch.zeros(batch, HEADS, SIZE, SIZE, device=DEVICE)
-            runs[library] = lambda last=last, theirs=theirs, peer=peer: how(peer, last, theirs)  # type: ignore[misc]
-        us = _graphed(runs, 64, 7)
-        yield {"layer": name, "what": "decode", "batch": batch, "tokens": 1, "us": us}
+            shape, dtype = layer.state
+            theirs = partial(how, peer, last, torch.zeros(batch, *shape, device=DEVICE, dtype=dtype))
+            calls[library] = lambda theirs=theirs: theirs  # type: ignore[misc]
+        yield case | _times(_taking_part(calls, limit, case), 64, 7)
 
 
 def show(data: dict[str, Any]) -> Table:
@@ -290,6 +370,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="the delta rule and Mamba 2 alone")
     parser.add_argument("--only", action="append", choices=LAYERS, help="this layer; may be given again")
+    parser.add_argument(
+        "--limit", type=int, default=60, help="seconds for what a library compiles in one case"
+    )
     options = parser.parse_args()
     names = options.only or (["gated_delta_rule", "ssd"] if options.quick else [*LAYERS])
     console = Console(width=120)
@@ -303,17 +386,16 @@ def main() -> None:
             continue
     data: dict[str, Any] = {"environment": record, "cases": [], "red": []}
     for i, name in enumerate(names):
-        save(options.out, "recurrent.json", data)  # other libraries may compile for minutes
         for what in (prefills, decoding):
             progress(i / len(names), name)
             try:
-                data["cases"].extend(what(name))
+                data["cases"].extend(what(name, options.limit))
             except UnavailableError as error:
                 console.print(f"{name}: {error}", style="dim", highlight=False)
             except AssertionError as error:
                 data["red"].append(f"{name}: {error}")
+        save(options.out, "recurrent.json", data)
     console.print(show(data))
     for case in data["red"]:
         console.print(f"RED {case}", style="red", highlight=False)
-    save(options.out, "recurrent.json", data)
     sys.exit(bool(data["red"]))
