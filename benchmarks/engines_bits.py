@@ -5,13 +5,14 @@ Models have random weights. For each, an engine in a process of its own samples 
 for all rows: the engine preempts some and computes them again. Then `transformers` computes every token's
 log-prob in one forward over prompt and answer, in padded batches.
 
-With --models qwen3_moe,gpt_oss,qwen3_lora the results are NAME_breadth.json: mixtures of experts, and
-requests that use ADAPTERS adapters in turns, or none. Adapters are not merged.
+With models of BREADTH the results are NAME_breadth.json: mixtures of experts; requests that use ADAPTERS
+adapters in turns, or none, not merged; checkpoints in block FP8; weights that the engine quantizes online.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import random
 import tempfile
@@ -108,8 +109,14 @@ BREADTH: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3_lora": MODELS["qwen3"],
+    "qwen3_fp8": MODELS["qwen3"],
+    "qwen3_fp8_online": MODELS["qwen3"],
 }
-"""What is beside dense models. With "_lora", the model has adapters."""
+BREADTH |= {f"qwen3_moe_{form}": BREADTH["qwen3_moe"] for form in ("fp8", "fp8_online")}
+"""What is beside dense models. With "_lora", the model has adapters. With "_fp8", its checkpoint is in block
+FP8; with "_fp8_online", it is in 16 bits, and both sides quantize its weights as they load them."""
+ONLINE = "fp8_per_block"
+"""vLLM's name of that. A model whose folder has a file of this name asks for it."""
 ADAPTERS, RANK, SCALING = 4, 16, 1.5
 """Of models with adapters: how many, and what each is."""
 
@@ -121,7 +128,8 @@ def build(kind: str, folder: str) -> None:
     auto: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     shape = _COMMON | (MODELS | BREADTH)[kind]
-    config = transformers.AutoConfig.for_model(kind.removesuffix("_lora"), **shape)
+    of = kind.removesuffix("_lora").removesuffix("_online").removesuffix("_fp8")
+    config = transformers.AutoConfig.for_model(of, **shape)
     model = auto.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -135,6 +143,27 @@ def build(kind: str, folder: str) -> None:
         layers = {n: (m.in_features, m.out_features) for n, m in every.items()}
         for adapter in range(ADAPTERS):
             save_adapter(Path(folder, f"adapter{adapter}"), layers, RANK, SCALING, spread=0.05)
+    elif kind.endswith("_fp8"):
+        quantize_checkpoint(Path(folder))
+    elif kind.endswith("_online"):
+        Path(folder, ONLINE).touch()
+
+
+def quantize_checkpoint(folder: Path) -> None:
+    """Rewrites a checkpoint in block FP8: layers and experts, but neither the head nor routers."""
+    from safetensors.torch import load_file, save_file
+    from transformers import FineGrainedFP8Config
+
+    import samebits
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        values, scale = samebits.quantize(tensors[name].cuda(), block=(128, 128))
+        tensors |= {name: values.cpu(), f"{name}_scale_inv": scale.cpu()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = FineGrainedFP8Config(modules_to_not_convert=["lm_head"]).to_dict()
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def use_adapter(model: nn.Module, folder: Path) -> list[Any]:
@@ -186,6 +215,8 @@ def replay(folder: str, sequences: list[list[int]], answers: list[int]) -> list[
         folder, dtype=torch.bfloat16, attn_implementation="samebits"
     )
     model = model.cuda().eval()
+    if Path(folder, ONLINE).exists():
+        samebits.convert(model, fp8="block", filter=lambda name, _: name != "lm_head")
     if not Path(folder, "adapter0").exists():
         found = _replayed(model, sequences, answers, range(len(sequences)))
         return [found[i] for i in range(len(sequences))]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import engines_bits
-from benchmarks.engines_bits import ADAPTERS, ANSWER, CACHED, LONGEST, RANK, ROWS, adapter_of, requests
+from benchmarks.engines_bits import ADAPTERS, ANSWER, CACHED, LONGEST, ONLINE, RANK, ROWS, adapter_of, requests
 from benchmarks.record import arguments
 
 PAGE = 16
@@ -29,6 +29,8 @@ def serve(folder: str, tokens: int) -> dict[str, Any]:
     more: dict[str, Any] = samebits.vllm.options()
     if adapted:
         more |= {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": RANK}
+    if Path(folder, ONLINE).exists():
+        more["quantization"] = ONLINE
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
