@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import engines_bits
-from benchmarks.engines_bits import ADAPTERS, ANSWER, CACHED, LONGEST, ONLINE, RANK, ROWS, adapter_of, requests
+from benchmarks.engines_bits import (
+    ADAPTERS,
+    ANSWER,
+    CACHED,
+    LONGEST,
+    ONLINE,
+    RANK,
+    ROWS,
+    adapter_of,
+    requests,
+)
 from benchmarks.record import arguments
 
 PAGE = 16
