@@ -35,11 +35,11 @@ ROUNDED_ONCE = ("GptOssForCausalLM",)
 
 COVERED = (
     ("dense decoders", "yes", "yes"),
-    ("mixtures of experts", "yes", "not run"),
+    ("mixtures of experts", "yes", "Qwen3-MoE, GPT-OSS"),
     ("MLA, as expanded keys and values", "yes", "not run"),
-    ("block FP8, dense: checkpoints, and weights quantized while they are loaded", "yes", "not run"),
-    ("block FP8 of mixtures of experts, both ways", "yes", "not run"),
-    ("adapters (LoRA), several in a batch", "yes", "not run"),
+    ("block FP8, dense: checkpoints, and weights quantized while they are loaded", "yes", "checkpoints"),
+    ("block FP8 of mixtures of experts, both ways", "yes", "checkpoints"),
+    ("adapters (LoRA), several in a batch", "yes", "yes"),
     ("chunked prefill, prefix cache, preemption, `n > 1`", "yes", "yes"),
     ("log-probs of prompts", "yes", "not run"),
     ("`processed_logprobs` with a temperature, top-k, top-p", "yes", "not run"),
