@@ -34,6 +34,7 @@ measure fused 180 fused
 measure grouped 240 grouped
 measure host 90 host
 measure recurrent 300 recurrent --limit 30
+measure hybrids 300 hybrids
 measure native 200 native
 measure scaled 90 scaled --only scaled
 measure scaled_grouped 60 scaled --only scaled_grouped

@@ -44,6 +44,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "host.json": {"host-calls": models.gpu_host_calls},
     "logp.json": {"logp": operations.gpu_logp},
     "recurrent.json": {"recurrent": operations.gpu_recurrent},
+    "hybrids.json": {"hybrids": operations.gpu_hybrids},
     "rows.json": {"rows": operations.gpu_rows},
     "steps.json": {"steps": models.gpu_steps},
     "segments.json": {"segments": products.gpu_segments},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import hybrids
 from benchmarks.logp import PRODUCT
 from benchmarks.record import slug
 from benchmarks.rows import TOKENS, means
@@ -151,3 +152,25 @@ def gpu_recurrent(data: dict[str, Any]) -> str:
         rows.append([layer, works[case["what"]], sequences, said, theirs, ratio])
     head = ["layer", "work", "sequences × tokens", "samebits, µs", "others, µs", "of the other's time"]
     return "\n\n".join((table(head, rows), measured_on_gpu(data)))
+
+
+def gpu_hybrids(data: dict[str, Any]) -> str:
+    """Steps of models with recurrent layers beside transformers, and rollouts beside trainers."""
+    rows = []
+    for case in data["cases"]:
+        ours, theirs = hybrids.best(case), case.get("others")
+        times = [f"{case[form]['ms']:.4g}" if form in case else "refused" for form in hybrids.FORMS]
+        ratio = f"{ours / theirs['ms']:.2f}" if ours and theirs else ""
+        rows.append([case["work"], *times, ratio])
+    head = ["step", *(f"{hybrids.SAID[form]}, ms" for form in hybrids.FORMS), "of the others' time"]
+    of = [
+        [
+            *(case["model"], hybrids.SAID[case["form"]], case["rows"]),
+            f"{case['differ']:,} of {case['tokens']:,}",
+            *(f"{case[name]:.2g}" for name in ("largest", "kl")),
+        ]
+        for case in data["kl"]
+    ]
+    what = ["model", "in", "trainer's rows", "log-probs that differ", "largest difference", "KL"]
+    said = f"Short convolutions of the others: {data['convolutions']}."
+    return "\n\n".join((table(head, rows), table(what, of), said, measured_on_gpu(data)))
