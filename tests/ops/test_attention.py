@@ -133,6 +133,13 @@ def test_segments_are_those_of_the_naive_one(device: str, contract: Contract) ->
     check_against_naive(device, contract, "normal", "boolean", queries=2, keys=1400, gradients=False)
 
 
+@on_devices
+@pytest.mark.parametrize("contract", [FMA, TENSOR_CORE.on(FAMILY)], ids=str)
+def test_latent_keys_are_those_of_the_naive_one(device: str, contract: Contract) -> None:
+    """The sizes of DeepSeek's latent attention."""
+    check_against_naive(device, contract, "normal", "causal", queries=2, keys=4, sizes=(576, 512))
+
+
 def check_against_naive(
     device: str,
     contract: Contract,
@@ -142,14 +149,16 @@ def check_against_naive(
     queries: int,
     keys: int,
     gradients: bool = True,
+    sizes: tuple[int, int] = (3, 4),
 ) -> None:
     if device == "cuda" and contract.mma not in (None, FAMILY):
         pytest.skip("a GPU computes its own family's bits")
     options = dict(OPTIONS[name])
     dtype = F32 if contract is FMA else (BF16, F16)[len(name) % 2]
-    group, size, sizes = 2, 3, 4
+    group, (size, of_values) = 2, sizes
     start = options.pop("key_start", 0)
-    shapes = [(1, queries, group, size), (1, keys, 1, size), (1, keys, 1, sizes), (1, queries, group, sizes)]
+    shapes = [(1, queries, group, size), (1, keys, 1, size), (1, keys, 1, of_values)]
+    shapes.append((1, queries, group, of_values))
     q, k, v, g = (case(kind, shape, dtype, "cpu", seed) for seed, shape in enumerate(shapes))
     if gradients and kind == "special":
         g = case("normal", shapes[3], dtype, "cpu", 3)

@@ -33,6 +33,11 @@ _PTX = {
     'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(first) : "f"(low));': "first = narrowed_half(low);",
     'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(second) : "f"(high));': "second = narrowed_half(high);",
 }
+# Threads of a block share what is static here; and all of shared memory that is dynamic has one name.
+_SHARED = {
+    "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* const memory = bytes;",
+    "    __shared__ ": "    static ",
+}
 _CXX = shutil.which("c++")
 needs_compiler = pytest.mark.skipif(_CXX is None, reason="there is no C++ compiler")
 
@@ -63,6 +68,11 @@ def _sources() -> Path:
         assert ptx in text, f"convert.cuh has changed: {ptx}"
         text = text.replace(ptx, plain)
     convert.write_text(text)
+    for source in to.glob("attention*.cu"):
+        text = source.read_text()
+        for cuda, plain in _SHARED.items():
+            text = text.replace(cuda, plain)
+        source.write_text(text)
     shutil.copy(_HERE / "ptx_sm80.cuh", to / "include")
     return to
 

@@ -73,6 +73,10 @@ VARIANTS = (
     AttentionVariant(F32, 17, 9, softcap=True, place="spread", step="fma"),
     AttentionVariant(F32, 64, 32, paged=True, step="fma"),
     AttentionVariant(F16, 40, 48, step="fma"),
+    AttentionVariant(BF16, 576, 512),
+    AttentionVariant(BF16, 576, 512, paged=True),
+    AttentionVariant(F16, 280, 270, F32),
+    AttentionVariant(F32, 576, 512, step="fma"),
 )
 
 

@@ -198,7 +198,11 @@ def test_refusals(backward: bool, launches: list[str], monkeypatch: pytest.Monke
         return on_cuda.backward(x, grad, grad, torch.empty(x.lse_shape), grad_mask=False)
 
     refused: list[tuple[Callable[[], Attention], type[Exception], str]] = [
-        (lambda: call(3, 20, size=257), UnavailableError, "heads up to 256, got 257 and 257"),
+        (
+            lambda: call(3, 20, size=513),
+            UnavailableError,
+            "keys up to 576 and of values up to 512, got 513 and 513",
+        ),
         (
             lambda: replace(call(3, 20), contract=TENSOR_CORE.on(AMPERE).key),
             ValueError,

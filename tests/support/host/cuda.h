@@ -18,6 +18,9 @@ struct Index {
 };
 inline Index blockIdx, threadIdx, blockDim, gridDim;
 
+struct int2 {
+    int x, y;
+};
 struct float2 {
     float x, y;
 };
@@ -83,6 +86,12 @@ inline unsigned __ballot_sync(unsigned, bool x) {
     for (int lane = 0; lane < 32; ++lane) found |= unsigned(told_by(float(x), lane)) << lane;
     return found;
 }
+inline bool __any_sync(unsigned all, bool x) { return __ballot_sync(all, x) != 0; }
+inline float __shfl_up_sync(unsigned, float x, int distance) {
+    const int lane = int(threadIdx.x % 32);
+    return told_by(x, lane < distance ? lane : lane - distance);
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 
 template <class T>

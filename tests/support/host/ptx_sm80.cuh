@@ -86,6 +86,11 @@ inline void ldmatrix_x4(u32 (&r)[4], u32 address) {
     }
 }
 
+inline float read_shared(u32 from) { return *reinterpret_cast<float*>(bytes + from); }
+inline float2 read_shared_2(u32 from) { return *reinterpret_cast<float2*>(bytes + from); }
+inline float4 read_shared_4(u32 from) { return *reinterpret_cast<float4*>(bytes + from); }
+inline void store_shared_16(u32 to, const u32 (&v)[4]) { std::memcpy(bytes + to, v, 16); }
+
 struct Copy {
     unsigned char* to;
     const void* from;

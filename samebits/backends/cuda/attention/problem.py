@@ -19,7 +19,7 @@ __all__ = ["PROBLEM", "check", "empty_results", "lse_strides", "problem"]
 PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
 """The ``struct`` format of the values of :func:`problem`."""
 
-_LARGEST_HEAD = 256
+_LARGEST_HEAD, _LARGEST_VALUES = 576, 512
 _ALIGN = {"first": 0, "slots": 1, "last": 2}  # enum Align
 
 
@@ -28,10 +28,10 @@ def check(x: Attention) -> None:
     device = x.q.get_device()
     matmul.check_contract(x.contract, device)
     sizes = x.q.shape[-1], x.v.shape[-1]
-    if max(sizes) > _LARGEST_HEAD:
+    if sizes[0] > _LARGEST_HEAD or sizes[1] > _LARGEST_VALUES:
         raise UnavailableError(
-            f"samebits' CUDA kernels for attention take heads up to {_LARGEST_HEAD}, got {sizes[0]} and"
-            f" {sizes[1]} — use CPU tensors"
+            f"samebits' CUDA kernels for attention take heads of keys up to {_LARGEST_HEAD} and of values"
+            f" up to {_LARGEST_VALUES}, got {sizes[0]} and {sizes[1]} — use CPU tensors"
         )
 
 

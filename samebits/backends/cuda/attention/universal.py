@@ -29,6 +29,8 @@ __all__ = ["Forward", "Merge", "Variant", "choose", "forward", "forward_schedule
 
 _SCRATCH = 512 << 20  # bytes that the segments of split keys may take
 
+_LONG = 256  # values of which four warps share a row's, in 16 bits
+
 # The parameter structs.
 _FORWARD = "PPPPPPPP" + 3 * "qqqq" + "qqqqq" + "iiii" + PROBLEM
 
@@ -113,7 +115,10 @@ def _forward_candidates(of: Variant) -> Iterator[Forward]:
     for row_warps, split in itertools.product((4, 2, 1), (False, True)):
         # Two warps for 16 rows where the columns of values take too many registers; four where few rows are
         # to be done soon.
-        all_parts = (2,) if of.values > 128 else (1,) if row_warps > 1 or of.values % 64 else (1, 4)
+        if of.values > _LONG:
+            all_parts: tuple[int, ...] = (4,) if narrow else (2,)
+        else:
+            all_parts = (2,) if of.values > 128 else (1,) if row_warps > 1 or of.values % 64 else (1, 4)
         for parts in all_parts:
             step = (32 if narrow else 16) if parts == 1 else 16 * parts
             for stages in (6, 3, 2) if row_warps * parts == 1 else (3, 2):
@@ -210,14 +215,18 @@ def choose(x: Attention, of: Variant) -> tuple[Forward, int]:
         rows = -(-rows // max(1, x.batch))
     warps = next((w for w in (1, 2) if rows <= 16 * w), 4)
     schedules = forward_schedules(of, info.max_smem)
-    tiles = max(1, tile_counts(x, 16 * warps)[1] * x.kv_heads)
     segments = -(-x.keys // SEGMENT)
+    if of.values > _LONG:  # no more rows fit, and one block
+        warps = 1 if tile_counts(x, 32)[1] * x.kv_heads * segments < info.sm_count else min(warps, 2)
+    tiles = max(1, tile_counts(x, 16 * warps)[1] * x.kv_heads)
     # Few rows: four warps share a segment if there are no more of those than warps that run at once; else
     # there are to be many streams of keys, of equal length. Many rows: a multiprocessor needs a block.
     hurried = warps == 1 and tiles * segments <= 4 * info.sm_count
     full = 4 * info.sm_count
     shares = (
-        segments
+        max(2, info.sm_count // tiles)
+        if of.values > _LONG
+        else segments
         if hurried
         else -(-4 * full // tiles)
         if warps < 4 and tiles < 2 * full

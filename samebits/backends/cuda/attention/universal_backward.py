@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from samebits.backends.cuda.attention.universal import (
     widened,
 )
 from samebits.backends.cuda.operands import address
+from samebits.backends.cuda.products.schedule_sm90 import round_up
 
 __all__ = ["Backward", "Gradients", "backward", "backward_schedules", "choose_backward", "find_dots", "specs"]
 
@@ -34,33 +35,52 @@ class Backward:
     """A schedule of a pass of the backward.
 
     Attributes:
-        warps: of a block; each has 16 keys, or 16 rows of queries.
+        row_warps: warps with 16 keys, or 16 rows of queries, of a tile each.
+        parts: warps that share such rows; each has some columns of the result.
         step: queries, or keys, of a stage.
         stages: of the ring.
         min_blocks: blocks that shall fit on one multiprocessor.
     """
 
-    warps: int
+    row_warps: int
+    parts: int
     step: int
     stages: int
     min_blocks: int
 
     @property
     def rows(self) -> int:
-        return 16 * self.warps
+        return 16 * self.row_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.parts
+
+    def sized(self, of: Variant) -> Variant:
+        """The variant, with columns that parts can share."""
+        head, values = (round_up(n, 16 * self.parts) for n in (of.head, of.values))
+        return replace(of, head=head, values=values)
 
     def smem(self, of: Variant) -> int:
         shown = 0 if of.mask is None else mask.SHOWN_KEYS
+        of = self.sized(of)
         return (self.rows + self.stages * self.step) * (of.pitch(of.head) + of.pitch(of.values)) + shown
 
     def static_smem(self, of: Variant) -> int:
-        return self.stages * self.step * (8 if of.mask is None else 12)
+        exchange = self.rows * (self.step + 8) * 4 if self.parts > 1 else 4 * (self.step + 8)
+        return self.stages * self.step * (8 if of.mask is None else 12) + exchange
 
 
 @functools.cache
 def backward_schedules(of: Variant, max_smem: int) -> tuple[Backward, ...]:
     """All that :func:`choose_backward` may return, the best first."""
-    found = (Backward(4, 32, 2, 1), Backward(4, 16, 2, 1), Backward(2, 16, 2, 1), Backward(1, 16, 2, 1))
+    if max(of.head, of.values) > 256:  # registers do not hold so many columns
+        found = Backward(2, 2, 32, 2, 1), Backward(1, 2, 32, 2, 1), Backward(1, 2, 16, 2, 1)
+    else:
+        found = (
+            *(Backward(4, 1, step, 2, 1) for step in (32, 16)),
+            *(Backward(n, 1, 16, 2, 1) for n in (2, 1)),
+        )
     return tuple(s for s in found if s.smem(of) + s.static_smem(of) <= max_smem)
 
 
@@ -71,7 +91,9 @@ def backward_spec(
     of: Variant, s: Backward, entry: str, grads: int, grad_mask: bool = False
 ) -> compiler.KernelSpec:
     """A kernel of the backward."""
-    constants = of.constants(s.warps, of.values) | {
+    of = s.sized(of)
+    constants = of.constants(s.row_warps * s.parts, of.values) | {
+        "PARTS": s.parts,
         "STEP": s.step,
         "STAGES": s.stages,
         "MIN_BLOCKS": s.min_blocks,
@@ -81,7 +103,7 @@ def backward_spec(
     params = "" if of.mask is None else mask.ROWS + "PP"
     return compiler.KernelSpec(
         *("attention_backward.cu", entry, _BACKWARD + params, tuple(constants.items())),
-        block=256 if grads == _ROWS else 32 * s.warps,
+        block=256 if grads == _ROWS else s.threads,
         smem=0 if grads == _ROWS else s.smem(of),
         oldest=of.oldest,
     )

@@ -8,12 +8,14 @@
 //
 // Scores and their gradients are computed in both passes, so neither waits for the other, and each sum has one
 // owner. Warps have 16 rows each (of keys, or of queries), and share what comes in through a ring of cp.async
-// stages of STEP lines: q and g, or k and v.
+// stages of STEP lines: q and g, or k and v. Where rows are long, PARTS warps have the same 16 rows: each has some
+// columns of the result, and computes what it is multiplied by for some lines of a stage, for all of them.
 //
 // With a mask, attention_mask.cu has found the queries of the chains of dK and dV, and dQ takes rows in runs, as
 // the forward does.
 //
 // Macros, and those of attention.cuh
+//   PARTS        warps that share 16 rows: 1 or 2
 //   STEP         lines of a stage: 16 or 32
 //   STAGES       of the ring, 2 or more
 //   MIN_BLOCKS   blocks that shall fit on one multiprocessor
@@ -27,8 +29,12 @@
 #error "GRADS and GRAD_MASK are needed: #if takes a missing macro for 0"
 #endif
 
-constexpr int ROWS = 16 * WARPS;
-constexpr int COLUMNS = STEP / 8;
+constexpr int ROW_WARPS = WARPS / PARTS, ROWS = 16 * ROW_WARPS;
+constexpr bool EXCHANGES = STEP >= 16 * PARTS && PARTS > 1;  // else each part computes all of a stage
+constexpr int OWN_STEP = EXCHANGES ? STEP / PARTS : STEP;    // lines of a stage that a warp computes
+constexpr int COLUMNS = STEP / 8, OWN_COLUMNS = OWN_STEP / 8;
+constexpr int HEAD_PART = HEAD / PARTS, VALUES_PART = VALUES / PARTS;  // columns of results that a warp has
+static_assert(HEAD_PART % 16 == 0 && VALUES_PART % 16 == 0 && (PARTS == 1 || GRADS != 3));
 
 using KeyTile = Tile<ROWS, HEAD>;  // of what a block keeps: k and v, or q and g
 using ValueTile = Tile<ROWS, VALUES>;
@@ -96,6 +102,37 @@ struct Pair {
     }
 };
 
+// From weights of a part's own lines to those of all lines of a stage. `row`: this thread's first one in the tile.
+using Weights = float[COLUMNS][4];
+struct Exchange {
+    float weights[EXCHANGES ? ROWS : 1][STEP + 8];  // eight more: half a warp writes to all banks
+
+    __device__ __forceinline__ void share(Weights& w, int row, int part) {
+        if constexpr (EXCHANGES) {
+            const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int u = 0; u < OWN_COLUMNS; ++u)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    *reinterpret_cast<float2*>(&weights[row + 8 * h][part * OWN_STEP + u * 8 + column]) =
+                        make_float2(w[u][2 * h], w[u][2 * h + 1]);
+            __syncthreads();
+#pragma unroll
+            for (int u = 0; u < COLUMNS; ++u)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float2 both =
+                        *reinterpret_cast<const float2*>(&weights[row + 8 * h][u * 8 + column]);
+                    w[u][2 * h] = both.x, w[u][2 * h + 1] = both.y;
+                }
+        }
+    }
+};
+
+// Which 16 rows of a tile a warp has, and which of the PARTS it is.
+__device__ __forceinline__ int row_warp() { return threadIdx.x / 32 % ROW_WARPS; }
+__device__ __forceinline__ int part_of_warp() { return PARTS > 1 ? threadIdx.x / 32 / ROW_WARPS : 0; }
+
 __device__ __forceinline__ void copy_float(float* to, const float* from) {
 #if __CUDA_ARCH__ >= 800
     cp_async_4(shared_address(to), from);
@@ -114,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(256) grad_dots(const __grid_constan
     const i64 batch = row / heads / x.queries;
     const Stored* g = p.g + batch * p.g_strides.batch + row_at(p.g_strides, query, head);
     const Stored* out = p.out + batch * p.out_strides.batch + row_at(p.out_strides, query, head);
-    float sum = 0.0f;  // of at most two blocks, which are chains of their own
+    float chain = 0.0f;  // a lane's: each block is a chain of its own
+    static_assert(VALUES <= 32 * contract::VOCAB_BLOCK);
 #pragma unroll 1
     for (int first = 0; first < x.values; first += contract::VOCAB_BLOCK) {
         float product[contract::VOCAB_BLOCK / 32];
@@ -125,8 +163,10 @@ extern "C" __global__ void __launch_bounds__(256) grad_dots(const __grid_constan
                                                        Type::widen(out[column * p.out_strides.column]))
                                            : 0.0f;
         }
-        sum = __fadd_rn(sum, contract::sum_by_halves<32, 1>(product));
+        const float block = contract::sum_by_halves<32, 1>(product);
+        if (lane == first / contract::VOCAB_BLOCK) chain = __fadd_rn(chain, block);
     }
+    const float sum = contract::sum_of_lanes<32>(chain);
     if (lane > 0) return;
     const i64 at = batch * p.lse_batch + head * p.lse_head + query;
     p.dots[at] = sum;
@@ -141,8 +181,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     grad_keys(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ float row_values[STAGES][2][STEP];  // lse2 and D of the queries of a stage
+    __shared__ Exchange exchange;
     const Problem& x = p.x;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = row_warp(), part = part_of_warp(), lane = threadIdx.x % 32;
 
     const int head = blockIdx.x % x.heads, index = blockIdx.x / x.heads;
     const Place place = x.cu_k ? place_in_packed(x.cu_k, x.batch, x.keys, 1, ROWS, index)
@@ -232,7 +273,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     for (int i = 0; i < STAGES - 1; ++i) load();
 
     const u32 own_k = k_tile + warp * 16 * KeyTile::PITCH, own_v = v_tile + warp * 16 * ValueTile::PITCH;
-    float dk[HEAD / 8][4], dv[VALUES / 8][4];
+    const int first_line = EXCHANGES ? part * OWN_STEP : 0;
+    float dk[HEAD_PART / 8][4], dv[VALUES_PART / 8][4];
     clear(dk);
     clear(dv);
     int step = 0, member = 0, stage = 0, steps = steps_of(0);
@@ -244,8 +286,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         float products[COLUMNS][4], grad_products[COLUMNS][4];  // rows are keys
         clear(products);
         clear(grad_products);
-        multiply<COLUMNS, HEAD>(products, own_k, q_stage, x.head);
-        if (GRADS & 1) multiply<COLUMNS, VALUES>(grad_products, own_v, g_stage, x.values);
+        multiply<OWN_COLUMNS, HEAD>(products, own_k, q_stage + first_line * KeyStage::PITCH, x.head);
+        if (GRADS & 1)
+            multiply<OWN_COLUMNS, VALUES>(grad_products, own_v, g_stage + first_line * ValueStage::PITCH,
+                                          x.values);
 
         const int query_head = head * x.group + member;
 #if MASK == NONE
@@ -260,11 +304,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         const auto query_at = [&](int line) { return found_queries[stage][line]; };
 #endif
 #pragma unroll
-        for (int u = 0; u < COLUMNS; ++u)
+        for (int u = 0; u < OWN_COLUMNS; ++u)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int key = first_key + warp * 16 + lane / 4 + e / 2 * 8;
-                const int line = u * 8 + lane % 4 * 2 + e % 2, query = query_at(line);
+                const int line = first_line + u * 8 + lane % 4 * 2 + e % 2, query = query_at(line);
                 const bool visible =
                     whole || (query >= 0 && query < sequence.queries &&
                               key >= sequence.first_seen(x, query) && key < sequence.last_seen(x, query));
@@ -275,14 +319,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
                 products[u][e] = pair.probability;
                 grad_products[u][e] = pair.grad;
             }
+        exchange.share(GRADS & 2 ? products : grad_products, warp * 16 + lane / 4, part);
 #pragma unroll
         for (int g = 0; g < STEP / 16; ++g) {
             if (GRADS & 2)
-                multiply_weights<VALUES, VALUES / 8>(dv, products[2 * g], products[2 * g + 1],
-                                                     g_stage + g * 16 * ValueStage::PITCH);
+                multiply_weights<VALUES, VALUES_PART / 8>(
+                    dv, products[2 * g], products[2 * g + 1],
+                    g_stage + g * 16 * ValueStage::PITCH + part * VALUES_PART * int(sizeof(Stored)));
             if (GRADS & 1)
-                multiply_weights<HEAD, HEAD / 8>(dk, grad_products[2 * g], grad_products[2 * g + 1],
-                                                 q_stage + g * 16 * KeyStage::PITCH);
+                multiply_weights<HEAD, HEAD_PART / 8>(
+                    dk, grad_products[2 * g], grad_products[2 * g + 1],
+                    q_stage + g * 16 * KeyStage::PITCH + part * HEAD_PART * int(sizeof(Stored)));
         }
         stage = stage == STAGES - 1 ? 0 : stage + 1;
         ++step;
@@ -298,16 +345,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         if (GRADS & 1) {
             Stored* to = p.dk + sequence.batch_of_k * p.dk_strides.batch + row_at(p.dk_strides, slot, head);
 #pragma unroll
-            for (int j = 0; j < HEAD / 8; ++j)
-                store_two(to, j * 8 + lane % 4 * 2, x.head, __fmul_rn(__fadd_rn(dk[j][2 * h], 0.0f), x.scale),
+            for (int j = 0; j < HEAD_PART / 8; ++j)
+                store_two(to, part * HEAD_PART + j * 8 + lane % 4 * 2, x.head,
+                          __fmul_rn(__fadd_rn(dk[j][2 * h], 0.0f), x.scale),
                           __fmul_rn(__fadd_rn(dk[j][2 * h + 1], 0.0f), x.scale));
         }
         if (GRADS & 2) {
             Stored* to = p.dv + sequence.batch_of_k * p.dv_strides.batch + row_at(p.dv_strides, slot, head);
 #pragma unroll
-            for (int j = 0; j < VALUES / 8; ++j)
-                store_two(to, j * 8 + lane % 4 * 2, x.values, __fadd_rn(dv[j][2 * h], 0.0f),
-                          __fadd_rn(dv[j][2 * h + 1], 0.0f));
+            for (int j = 0; j < VALUES_PART / 8; ++j)
+                store_two(to, part * VALUES_PART + j * 8 + lane % 4 * 2, x.values,
+                          __fadd_rn(dv[j][2 * h], 0.0f), __fadd_rn(dv[j][2 * h + 1], 0.0f));
         }
     }
 }
@@ -317,8 +365,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     grad_queries(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ Exchange exchange;
     const Problem& x = p.x;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = row_warp(), part = part_of_warp(), lane = threadIdx.x % 32;
+    const int first_line = EXCHANGES ? part * OWN_STEP : 0;
 
     int offset = 0;  // of the run in the tile
     do {
@@ -415,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         }
 
         const u32 own_q = q_tile + warp * 16 * KeyTile::PITCH, own_g = g_tile + warp * 16 * ValueTile::PITCH;
-        float dq[HEAD / 8][4];
+        float dq[HEAD_PART / 8][4];
         clear(dq);
 #pragma unroll 1
         for (int first_key = begin; first_key < end; first_key += STEP) {
@@ -427,13 +477,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
             float products[COLUMNS][4], grad_products[COLUMNS][4];
             clear(products);
             clear(grad_products);
-            multiply<COLUMNS, HEAD>(products, own_q, k_stage, x.head);
-            multiply<COLUMNS, VALUES>(grad_products, own_g, v_stage, x.values);
+            multiply<OWN_COLUMNS, HEAD>(products, own_q, k_stage + first_line * KeyStage::PITCH, x.head);
+            multiply<OWN_COLUMNS, VALUES>(grad_products, own_g, v_stage + first_line * ValueStage::PITCH,
+                                          x.values);
 #pragma unroll
-            for (int u = 0; u < COLUMNS; ++u)
+            for (int u = 0; u < OWN_COLUMNS; ++u)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const int h = e / 2, position = first_key + u * 8 + lane % 4 * 2 + e % 2;
+                    const int h = e / 2;
+                    const int position = first_key + first_line + u * 8 + lane % 4 * 2 + e % 2;
 #if MASK == NONE
                     const int key = position;
                     const bool visible = key >= first[h] && key < last[h];
@@ -445,10 +497,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
                                     mask[h] + key * x.mask_key, true, dmask[h] + key);
                     grad_products[u][e] = pair.grad;
                 }
+            exchange.share(grad_products, warp * 16 + lane / 4, part);
 #pragma unroll
             for (int g = 0; g < STEP / 16; ++g)
-                multiply_weights<HEAD, HEAD / 8>(dq, grad_products[2 * g], grad_products[2 * g + 1],
-                                                 k_stage + g * 16 * KeyStage::PITCH);
+                multiply_weights<HEAD, HEAD_PART / 8>(
+                    dq, grad_products[2 * g], grad_products[2 * g + 1],
+                    k_stage + g * 16 * KeyStage::PITCH + part * HEAD_PART * int(sizeof(Stored)));
         }
         cp_async_wait<0>();
 
@@ -460,8 +514,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
                 p.dq + sequence.batch_of_q * p.dq_strides.batch +
                 row_at(p.dq_strides, sequence.first_query + row / x.group, head * x.group + row % x.group);
 #pragma unroll
-            for (int j = 0; j < HEAD / 8; ++j)
-                store_two(to, j * 8 + lane % 4 * 2, x.head, __fmul_rn(__fadd_rn(dq[j][2 * h], 0.0f), x.scale),
+            for (int j = 0; j < HEAD_PART / 8; ++j)
+                store_two(to, part * HEAD_PART + j * 8 + lane % 4 * 2, x.head,
+                          __fmul_rn(__fadd_rn(dq[j][2 * h], 0.0f), x.scale),
                           __fmul_rn(__fadd_rn(dq[j][2 * h + 1], 0.0f), x.scale));
         }
     } while (MASKED && offset > 0);
