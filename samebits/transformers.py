@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from samebits.backends.attention import SEGMENT
 from samebits.contract import Contract
+from samebits.latent import Absorbed, absorbed, expanded
 from samebits.mode.arguments import without_autocast
 from samebits.mode.fp8_layers import fp8_experts
 from samebits.ops._checks import SUPPORTED
@@ -470,7 +471,7 @@ def attention_function(
     if attention_mask is not None and attention_mask.dtype not in (torch.int32, torch.int8):
         if cu_seq_lens_q is not None:
             raise ValueError("samebits.transformers: attention_mask: expected none with cu_seq_lens_q")
-        return _attend(q, k, v, mask=_with_bias(attention_mask, position_bias), **options), None
+        return _attend(module, q, k, v, mask=_with_bias(attention_mask, position_bias), **options), None
     if attention_mask is not None:
         spans = Spans.unpack(attention_mask, k.shape[1])
     else:
@@ -482,7 +483,7 @@ def attention_function(
     offsets = (spans.offsets, spans.offsets) if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k)
     if offsets[0] is not None:
         flat = (t.flatten(0, 1) for t in (q, k, v))
-        out = _attend(*flat, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], **options)
+        out = _attend(module, *flat, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], **options)
         return out.unflatten(0, q.shape[:2]), None
     length = spans.length
     if spans.dropped:
@@ -491,7 +492,7 @@ def attention_function(
         length = None if length is None else length + SEGMENT
     if spans.padding is not None:
         options["mask"] = _with_bias(spans.padding[:, None, None], options["mask"])
-    return _attend(q, k, v, key_start=spans.start, key_length=length, **options), None
+    return _attend(module, q, k, v, key_start=spans.start, key_length=length, **options), None
 
 
 def _behind(bias: Tensor | None) -> Tensor | None:
@@ -499,9 +500,14 @@ def _behind(bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or bias.shape[-1] == 1 else F.pad(bias, (SEGMENT, 0))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if isinstance(module, Absorbed):
+        weight, size = module.kv_b_proj.weight, module.qk_nope_head_dim
+        q = absorbed(q.transpose(-3, -2), weight, size).transpose(-3, -2)
     out = attention(q, k, v, **options)
     assert isinstance(out, Tensor)  # without return_lse
+    if isinstance(module, Absorbed):
+        out = expanded(out.transpose(-3, -2), weight, size).transpose(-3, -2)
     return out
 
 

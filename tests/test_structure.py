@@ -26,7 +26,7 @@ LAYERS = (
     ("_version", "contexts", "contract", "functions", "remedies", "testing"),
     ("backends",),
     ("ops",),
-    ("nn", "mode", "transformers"),
+    ("latent", "nn", "mode", "transformers"),
     ("distributed",),
 )
 """From below. A module imports from its own layer and those under it. All others, the tools, stand on top:
