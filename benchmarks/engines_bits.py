@@ -6,7 +6,8 @@ for all rows: the engine preempts some and computes them again. Then `transforme
 log-prob in one forward over prompt and answer, in padded batches.
 
 With models of BREADTH the results are NAME_breadth.json: mixtures of experts; requests that use ADAPTERS
-adapters in turns, or none, not merged; checkpoints in block FP8; weights that the engine quantizes online.
+adapters in turns, or none, not merged; checkpoints in block FP8; weights that the engine quantizes online; a
+head in float32.
 """
 
 from __future__ import annotations
@@ -111,10 +112,12 @@ BREADTH: dict[str, dict[str, Any]] = {
     "qwen3_lora": MODELS["qwen3"],
     "qwen3_fp8": MODELS["qwen3"],
     "qwen3_fp8_online": MODELS["qwen3"],
+    "qwen3_head": MODELS["qwen3"] | {"head_dtype": "float32"},
 }
 BREADTH |= {f"qwen3_moe_{form}": BREADTH["qwen3_moe"] for form in ("fp8", "fp8_online")}
 """What is beside dense models. With "_lora", the model has adapters. With "_fp8", its checkpoint is in block
-FP8; with "_fp8_online", it is in 16 bits, and both sides quantize its weights as they load them."""
+FP8; with "_fp8_online", it is in 16 bits, and both sides quantize its weights as they load them. With
+"_head", its logits are in float32."""
 ONLINE = "fp8_per_block"
 """vLLM's name of that. A model whose folder has a file of this name asks for it."""
 ADAPTERS, RANK, SCALING = 4, 16, 1.5
@@ -128,7 +131,7 @@ def build(kind: str, folder: str) -> None:
     auto: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     shape = _COMMON | (MODELS | BREADTH)[kind]
-    of = kind.removesuffix("_lora").removesuffix("_online").removesuffix("_fp8")
+    of = kind.partition("_fp8")[0].removesuffix("_lora").removesuffix("_head")
     config = transformers.AutoConfig.for_model(of, **shape)
     model = auto.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
@@ -215,6 +218,8 @@ def replay(folder: str, sequences: list[list[int]], answers: list[int]) -> list[
         folder, dtype=torch.bfloat16, attn_implementation="samebits"
     )
     model = model.cuda().eval()
+    if hasattr(model.config, "head_dtype"):
+        samebits.convert(model.get_output_embeddings(), out_dtype=torch.float32)
     if Path(folder, ONLINE).exists():
         samebits.convert(model, fp8="block", filter=lambda name, _: name != "lm_head")
     if not Path(folder, "adapter0").exists():

@@ -37,6 +37,7 @@ def serve(folder: str, tokens: int) -> dict[str, Any]:
         max_total_tokens=CACHED,
         mem_fraction_static=0.4,
         random_seed=0,
+        enable_fp32_lm_head="head_dtype" in told,
         log_level="warning",
         **samebits.sglang.options(),
     )
