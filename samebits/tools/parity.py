@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import random
 from typing import Any
 
@@ -80,12 +81,15 @@ def _version() -> str:
 def _trainer(name: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    from samebits.latent import absorb
     from samebits.transformers import register
 
     register()
     options: dict[str, Any] = {"dtype": "auto", "attn_implementation": "samebits"}
     model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
     convert_head(model)
+    if os.environ.get("VLLM_MLA_DISABLE") == "0" and hasattr(model.config, "kv_lora_rank"):
+        absorb(model)
     trainer: nn.Module = (model.cuda() if torch.cuda.is_available() else model).train(False)
     return trainer
 

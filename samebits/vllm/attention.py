@@ -79,7 +79,7 @@ class PagedAttention:
             )
         m, tokens = metadata, metadata.num_actual_tokens
         paged(
-            *(query[:tokens], k, v, output[:tokens].view(tokens, *query.shape[1:])),
+            *(query[:tokens], k, v, output[:tokens].view(tokens, query.shape[1], v.shape[-1])),
             starts=None if m.max_query_len == 1 and m.seq_lens.shape[0] == tokens else m.query_start_loc,
             lengths=m.seq_lens,
             table=m.block_table,

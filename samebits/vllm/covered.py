@@ -13,6 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
 from samebits.engines.refusals import RefusedError
@@ -26,6 +27,7 @@ __all__ = ["check_config", "check_model"]
 _LAYERS = {
     "activation": ("GeluAndMul", "SiluAndMul"),
     "attention.attention": ("Attention",),
+    "attention.mla_attention": ("MLAAttention",),
     "layernorm": ("GemmaRMSNorm", "RMSNorm"),
     "linear": (
         *("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear"),
@@ -83,9 +85,11 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         yield f"runner={model.runner_type!r}", "only the log-probs of generated text are covered", _LATER
     if model.is_multimodal_model:
         yield "a multimodal model", "images, audio and their encoders are not covered", _LATER
-    if model.use_mla:
-        reason = "its absorbed form sums otherwise than the expanded one of transformers"
+    if model.use_mla and not current_platform.is_cpu():
+        reason = "its absorbed form is covered on CPUs alone"
         yield "MLA", reason, "set VLLM_MLA_DISABLE=1 before the process starts"
+    if model.use_mla and config.quant_config is not None:
+        yield "MLA with quantized weights", "kv_b_proj is applied in 16 bits", "set VLLM_MLA_DISABLE=1"
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         yield "layers with a recurrent state", "only attention is covered", _LATER
     if getattr(config, "watermark_config", None) is not None:
@@ -124,7 +128,7 @@ def check_model(model: nn.Module, config: Any) -> None:
             'give model_impl="transformers"',
         )
     fp8.check_experts(model, config.model_config)
-    unused = tuple(replaced(model))
+    unused = *replaced(model), *_quantizers(model)
     for name, layer in model.named_modules():
         if any(f"{name}.".startswith(f"{other}.") for other in unused):
             continue
@@ -142,6 +146,13 @@ def check_model(model: nn.Module, config: Any) -> None:
             raise RefusedError(what, "its norm is of a part of the row", _LATER)
         if hasattr(layer, "impl"):
             _check_attention(what, layer)
+
+
+def _quantizers(model: nn.Module) -> Iterator[str]:
+    """Layers within those of latent attention that serve caches in FP8 alone."""
+    for name, layer in model.named_modules():
+        if type(layer).__name__ == "MLAAttention":
+            yield from (f"{name}.{own}" for own in ("_decode_concat_quant_fp8_op", "_quant_fp8_op"))
 
 
 def _ignored(architecture: str, config: Any) -> str | None:

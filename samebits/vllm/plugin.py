@@ -37,14 +37,21 @@ def enable(*, any_version: bool = False) -> None:
         )
     environment = {
         plugin.any_version: "1" if any_version else "0",
-        # Its absorbed form sums otherwise than transformers. Who sets it to 0 is refused by covered.py.
+        # Its absorbed form sums otherwise than transformers, unless samebits.latent.absorb was called there.
         "VLLM_MLA_DISABLE": os.environ.get("VLLM_MLA_DISABLE", "1"),
     }
     plugin.enable(_install, f"vLLM {found}", environment)
 
 
 def _install(hooks: Hooks) -> None:
+    from vllm.platforms import current_platform
+
     from samebits.vllm import attention, experts, fp8, layers, loading, lora, sampling, unfused
 
-    for part in (layers, experts, fp8, lora, attention, sampling, unfused, loading):
+    parts = [layers, experts, fp8, lora, attention, sampling, unfused, loading]
+    if current_platform.is_cpu():
+        from samebits.vllm import mla
+
+        parts.append(mla)
+    for part in parts:
         part.install(hooks)

@@ -37,6 +37,7 @@ COVERED = (
     ("dense decoders", "yes", "yes"),
     ("mixtures of experts", "yes", "Qwen3-MoE, GPT-OSS"),
     ("MLA, as expanded keys and values", "yes", "not run"),
+    ("MLA in its absorbed form (`VLLM_MLA_DISABLE=0`)", "yes", "refused"),
     ("block FP8, dense: checkpoints, and weights quantized while they are loaded", "yes", "checkpoints"),
     ("block FP8 of mixtures of experts, both ways", "yes", "checkpoints"),
     ("adapters (LoRA), several in a batch", "yes", "yes"),

@@ -23,10 +23,18 @@ def install(hooks: Hooks) -> None:
     # Experts alone are vLLM's then, and these experts.py replaces.
     hooks.replace(MoEBlockFuser, "match", staticmethod(_none), "moe_block", "experts_name")
     if hasattr(fuser, "FUSERS"):
-        from vllm.model_executor.models.transformers.fusers import AttentionFuser
+        from vllm.model_executor.models.transformers.fusers import AttentionFuser, MLAFuser, RMSNormFuser
+
+        class Norms(RMSNormFuser):  # type: ignore[misc]
+            """Tells the fuser of latent attention where norms are, and fuses none."""
+
+            def validate(self, module: Any, vllm_config: Any) -> bool:
+                return False
 
         hooks.expect(fuser, "get_fusers", "module")
-        hooks.replace(fuser, "FUSERS", (AttentionFuser,))  # it fuses nothing, and says where attention is
+        # Of the others one says where attention is. The other makes one product of two with the same rows,
+        # and hands latent vectors on, if VLLM_MLA_DISABLE=0 asks for it.
+        hooks.replace(fuser, "FUSERS", (MLAFuser, Norms, AttentionFuser))
         hooks.replace(base, "replace_layernorm_class", _itself, "layernorm")
         fuser.get_fusers.cache.clear()
         hooks.on_undo(fuser.get_fusers.cache.clear)

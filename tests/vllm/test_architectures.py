@@ -38,3 +38,21 @@ def test_native_architectures_run_by_transformers_code_too(
     outputs = generate(engine(name, model_impl="transformers"), prompts(3, 3, 40))
     assert replayed(before, outputs)
     assert replayed(trainer(folders(name)), outputs)
+
+
+@pytest.mark.long
+def test_latent_attention_in_its_absorbed_form(
+    engine: Engine, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from samebits.latent import absorb
+    from samebits.vllm.check import replayed
+
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
+    llm = engine("deepseek_v3")
+    assert llm.llm_engine.vllm_config.model_config.use_mla
+    model = trainer(folders("deepseek_v3"))
+    outputs = generate(llm, prompts(4, 3, 40), prompt_logprobs=0)
+    assert not replayed(model, outputs)
+    absorb(model)
+    parity = replayed(model, outputs)
+    assert parity, str(parity)
