@@ -110,7 +110,8 @@ def absorb(model: nn.Module) -> tuple[str, ...]:
         found[name] = layer
         if isinstance(layer, Absorbed):
             continue
-        kind, b = type(layer), layer.kv_b_proj
+        kind: Any = type(layer)
+        b = layer.kv_b_proj
         if kind.__module__ not in _PROVEN:
             raise ValueError(
                 f"samebits.latent.absorb: {name}: expected a layer of one of {', '.join(_PROVEN)},"
@@ -128,7 +129,8 @@ def absorb(model: nn.Module) -> tuple[str, ...]:
         raise ValueError("samebits.latent.absorb: model: expected layers of latent attention, found none")
     for layer in found.values():
         if not isinstance(layer, Absorbed):
-            layer.__class__ = _absorbed_class(type(layer))
+            kind = type(layer)
+            layer.__class__ = _absorbed_class(kind)
     return tuple(found)
 
 

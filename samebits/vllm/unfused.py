@@ -25,7 +25,7 @@ def install(hooks: Hooks) -> None:
     if hasattr(fuser, "FUSERS"):
         from vllm.model_executor.models.transformers.fusers import AttentionFuser, MLAFuser, RMSNormFuser
 
-        class Norms(RMSNormFuser):  # type: ignore[misc]
+        class Norms(RMSNormFuser):
             """Tells the fuser of latent attention where norms are, and fuses none."""
 
             def validate(self, module: Any, vllm_config: Any) -> bool:

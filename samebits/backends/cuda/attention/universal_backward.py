@@ -75,7 +75,11 @@ class Backward:
 def backward_schedules(of: Variant, max_smem: int) -> tuple[Backward, ...]:
     """All that :func:`choose_backward` may return, the best first."""
     if max(of.head, of.values) > 256:  # registers do not hold so many columns
-        found = Backward(2, 2, 32, 2, 1), Backward(1, 2, 32, 2, 1), Backward(1, 2, 16, 2, 1)
+        found: tuple[Backward, ...] = (
+            Backward(2, 2, 32, 2, 1),
+            Backward(1, 2, 32, 2, 1),
+            Backward(1, 2, 16, 2, 1),
+        )
     else:
         found = (
             *(Backward(4, 1, step, 2, 1) for step in (32, 16)),
