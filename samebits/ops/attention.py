@@ -57,7 +57,7 @@ def attention(
             ``[pages, page, Hk, D]``; same dtype and device. H is a multiple of Hk: each head of k and v
             serves H / Hk consecutive ones of q.
         v: the same with a last size Dv of its own. It may be a view of k, as in latent attention. On a GPU
-            D is at most 576, and Dv 512.
+            D is at most 576, and Dv 512; above 256 they need the shared memory of sm_90.
         causal: a query sees no key after its own position. With ``causal`` or a window, the last query of a
             sequence has the position of its last key.
         window: how many keys to the left and right of its own position a query sees; -1 for all.

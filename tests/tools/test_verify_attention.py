@@ -39,6 +39,8 @@ def report() -> Report:
 def test_cases_cover_what_attention_takes() -> None:
     assert attention.attentions(thorough=False) == CASES
     assert len(set(attention.attentions(thorough=True))) == 2 * len(set(CASES))
+    short = [case for case in CASES if case.of.size <= 256]
+    assert attention.attentions(thorough=False, smem=99 << 10) == short
     assert {c.kind for c in CASES} == set(KINDS)
     assert {c.form for c in CASES} == {"batch", "packed", "pages"}
     assert {(c.form, c.packed) for c in CASES} >= {("pages", False), ("pages", True)}

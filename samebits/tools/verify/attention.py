@@ -152,10 +152,19 @@ _LARGEST = 1 << 25
 """Multiplications of a case: more take the CPU too long."""
 
 
-def attentions(thorough: bool) -> list[AttentionCase]:
-    """All cases: some of every variant, drawn at random, but the same in every run."""
+_LONG, _LONG_NEEDS = 256, 200 << 10
+"""Entries of a key, of which longer ones need so many bytes of shared memory: those of sm_90."""
+
+
+def attentions(thorough: bool, smem: int = _LONG_NEEDS) -> list[AttentionCase]:
+    """All cases: some of every variant, drawn at random, but the same in every run.
+
+    Args:
+        smem: bytes of shared memory for a block. Keys that it does not hold are left out.
+    """
     count = 12 if thorough else 6  # twice as many in pages, as these are read in two ways
-    return [_drawn(of, i, n) for i, of in enumerate(VARIANTS) for n in range(count * (1 + of.paged))]
+    variants = [(i, of) for i, of in enumerate(VARIANTS) if of.size <= _LONG or smem >= _LONG_NEEDS]
+    return [_drawn(of, i, n) for i, of in variants for n in range(count * (1 + of.paged))]
 
 
 _SHAPES = ((1, 2100), (3, 700), (40, 1100), (150, 150), (300, 600), (90, 33))

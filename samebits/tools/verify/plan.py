@@ -67,14 +67,15 @@ class VerifyPlan:
         self.offered = kernels(index, backends)
         self.products = list(zip(todo, runs(todo, self.offered, thorough), strict=True))
         self._on_cuda, self._on_triton = [], []
-        arch = devices.device_info(index).arch
+        info = devices.device_info(index)
+        arch = info.arch
         fp8 = "cuda" in backends and arch.fp8 is not None
         if "cuda" in backends:
             self._on_cuda = [on_cuda(fused=arch.runs("statistics_sm90"))]
         if "triton" in backends:
             self._on_triton = [on_triton(self.contract, index)]
         self.reducers = [*self._on_cuda, *self._on_triton]
-        self.attended = attentions(thorough) if "cuda" in backends else []
+        self.attended = attentions(thorough, info.max_smem) if "cuda" in backends else []
         self.thorough, self.grouped = thorough, grouped_cases(thorough) if "cuda" in backends else []
         self.segmented = segmented_cases(thorough) if "cuda" in backends else []
         self.fused = fused.fused_cases(thorough) if "cuda" in backends else []

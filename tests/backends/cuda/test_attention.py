@@ -163,6 +163,7 @@ def test_keys_are_split_where_rows_are_few(monkeypatch: pytest.MonkeyPatch) -> N
         (AttentionVariant(BF16, 40, 96, place="by head"), "sm_89"),
         (AttentionVariant(BF16, 128, 128), "sm_90a"),
         (AttentionVariant(F16, 192, 128, paged=True), "sm_90a"),
+        (AttentionVariant(BF16, 576, 512), "sm_90a"),
         (AttentionVariant(BF16, 64, 64, F16, softcap=True), "sm_100a"),
         (AttentionVariant(F32, 64, 64, paged=True, step="fma"), "sm_103a"),
         (AttentionVariant(BF16, 128, 64, softcap=True, place="spread"), "sm_120a"),
