@@ -109,6 +109,7 @@ def step_spec(
     delta: bool,
     by_channel: bool = False,
     weighted: bool = False,
+    programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``delta_step.cu``."""
     constants = (
@@ -118,7 +119,11 @@ def step_spec(
     )
     smem = -(-schedule.memory(dtype, key_size, by_channel) // 16) * 16
     return compiler.KernelSpec(
-        "delta_step.cu", "delta_step", _PARAMS, constants, block=128, smem=smem, oldest=SM_80
+        *("delta_step.cu", "delta_step", _PARAMS, constants),
+        block=128,
+        smem=smem,
+        programmatic=programmatic,
+        oldest=SM_80,
     )
 
 

@@ -10,6 +10,8 @@
 //     tile x is its column WIDE * n + x, so a thread reads WIDE neighbours at once.
 //   * Keys and updates of the open chunk are copied to shared memory meanwhile. Warps share the scores. From there on
 //     each warp has columns of its own, and waits for no other.
+//   * Tiles of 32 columns are for few sequences, whose time is that of one block. All of the matrix is on its way at
+//     once there, and its products and the scores, chains that need the same left operand, run side by side.
 //
 // With a decay for each channel, the decays of the open chunk's rows are copied, too. The token's query and key are
 // multiplied by theirs first: for the matrix, and for the keys of earlier blocks. Keys of its own block take a warp, a
@@ -33,12 +35,15 @@
 #define WARPS 4
 
 #include "delta_forward.cuh"
+#include "launch.cuh"
 
 constexpr int COLUMNS = TILE / WARPS, WIDE = COLUMNS / 8;  // of a warp; side by side of a thread
 constexpr int STEPS = KEY_SIZE / 16, AHEAD = STEPS < 16 / WIDE ? STEPS : 16 / WIDE;
 constexpr bool LONG = KEY_SIZE > 128 && (BY_CHANNEL || TILE == 128);
 constexpr int BLOCKS = LONG ? 2 : TILE < 128 ? 4 : 3;  // of a multiprocessor, by their registers and memory
 constexpr int LINE = TILE + PAD, PER = 16 / SIZE;      // in elements
+constexpr bool AT_ONCE = TILE == 32 && !BY_CHANNEL;
+constexpr int KEY_TILES = CHUNK / (8 * WARPS);  // of a warp, of 8 keys
 
 // The token's query and key; and both times decays, from the chunk's start on and from its last block's.
 enum Own { PLAIN, SINCE_START = 2 * BY_CHANNEL, SINCE_BLOCK = 4 * BY_CHANNEL };
@@ -84,8 +89,18 @@ struct Warp {
         for (int y = 0; y < 4; ++y) u[y] = *reinterpret_cast<const Wide<Stored>*>(from + row_of(y) * LINE);
     }
 
-    // Carries chains on by 16 rows of updates. The left operand's rows are `scores`, and with them -weights.
-    __device__ __forceinline__ void add(float (&acc)[WIDE][4], int j, bool with_weights) const {
+    // A step's right operand: 16 rows of updates.
+    __device__ __forceinline__ void read(u32 (&b)[WIDE][2], int j) const {
+        Wide<Stored> u[4];
+        read(u, j);
+#pragma unroll
+        for (int x = 0; x < WIDE; ++x)
+            b[x][0] = u[0].x[x] | u32(u[1].x[x]) << 16, b[x][1] = u[2].x[x] | u32(u[3].x[x]) << 16;
+    }
+
+    // Carries chains on by it. The left operand's rows are `scores`, and with them -weights.
+    __device__ __forceinline__ void add(float (&acc)[WIDE][4], const u32 (&b)[WIDE][2], int j,
+                                        bool with_weights) const {
         u32 a[4] = {};
         if (in_row == 0) {
             const u32* from = reinterpret_cast<const u32*>(m.scores + j + in_pair);
@@ -94,13 +109,8 @@ struct Warp {
             const float* from = m.weights + j + in_pair;
             a[0] = E::pack(-from[0], -from[1]), a[2] = E::pack(-from[8], -from[9]);
         }
-        Wide<Stored> u[4];
-        read(u, j);
 #pragma unroll
-        for (int x = 0; x < WIDE; ++x) {
-            const u32 b[2] = {u[0].x[x] | u32(u[1].x[x]) << 16, u[2].x[x] | u32(u[3].x[x]) << 16};
-            mma_m16n8k16<TYPE == BF16>(acc[x], a, b);
-        }
+        for (int x = 0; x < WIDE; ++x) mma_m16n8k16<TYPE == BF16>(acc[x], a, b[x]);
     }
 
     // The matrix at the end of a full chunk, for the warp's columns. An empty chunk of updates follows.
@@ -191,10 +201,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     const float* own_matrix = matrix + (u32(in_pair) * VALUE_SIZE + u32(in_row) * WIDE);
     const Warp w{m, matrix, own_matrix, columns - warp * COLUMNS, warp, lane, in_row, in_pair};
 
-    const int before = min(max(int(state[0]), 0), CHUNK);
+    wait_for_kernel_before();
+    let_kernel_behind_start();
+    // Whatever is needed at once is asked for at once, and waited for only after that.
+    const float rows = state[0];
     Wide<float> ring[AHEAD][4];
 #pragma unroll
     for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
+    const int before = min(max(int(rows), 0), CHUNK);
 #if BY_CHANNEL
     constexpr int CHANNELS = (KEY_SIZE + THREADS - 1) / THREADS;  // of a thread
     float sums[CHANNELS], since_block[CHANNELS];  // G of the token, and less that of its block
@@ -216,21 +230,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     const float gamma = p.g ? __fmul_rn(p.g[token * p.g_token + head * p.g_head], contract::LOG2E) : 0.0f;
 #endif
     [[maybe_unused]] const float beta = DELTA ? p.beta[token * p.beta_token + head * p.beta_head] : 0.0f;
+    constexpr int OWN = (KEY_SIZE + THREADS - 1) / THREADS;  // pairs of a thread, of the query and the key
+    u32 pairs[OWN];
 #pragma unroll
-    for (int n = 0; n < KEY_SIZE; n += THREADS) {
-        const int x = n + threadIdx.x, row = x >= KEY_SIZE / 2, d = (x - row * (KEY_SIZE / 2)) * 2;
+    for (int n = 0; n < OWN; ++n) {
+        const int x = n * THREADS + threadIdx.x, of_key = x >= KEY_SIZE / 2;
         if (x < KEY_SIZE)
-            *reinterpret_cast<u32*>(m.own + row * KEYS + d) =
-                *reinterpret_cast<const u32*>((row ? k : q) + d);
+            pairs[n] = reinterpret_cast<const u32*>(of_key ? k : q)[x - of_key * (KEY_SIZE / 2)];
     }
-    if (threadIdx.x < TILE) m.values[threadIdx.x] = threadIdx.x < columns ? v[threadIdx.x] : E::narrow(0.0f);
+    const Stored value = threadIdx.x < columns ? v[threadIdx.x] : E::narrow(0.0f);
 #if !BY_CHANNEL
-    if (threadIdx.x < CHUNK) m.decays[threadIdx.x] = decays[threadIdx.x];  // garbage from `before` on
+    const float of_row = threadIdx.x < CHUNK ? decays[threadIdx.x] : 0.0f;  // garbage from `before` on
 #endif
 #if WEIGHTED
     float* weights = state + p.row_weights + i64(head) * CHUNK;
     const float own_weight = p.weights[token * p.weight_token + head * p.weight_head];
-    if (threadIdx.x < CHUNK) m.weights[threadIdx.x] = weights[threadIdx.x];
+    const float row_weight = threadIdx.x < CHUNK ? weights[threadIdx.x] : 0.0f;
 #endif
 
     // Keys, and updates of whole blocks: zeros where there are no rows.
@@ -249,10 +264,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
                         given ? 16 : 0);
     }
     cp_async_commit();
+#pragma unroll
+    for (int n = 0; n < OWN; ++n) {
+        const int x = n * THREADS + threadIdx.x, of_key = x >= KEY_SIZE / 2;
+        if (x < KEY_SIZE)
+            reinterpret_cast<u32*>(m.own + of_key * KEYS)[x - of_key * (KEY_SIZE / 2)] = pairs[n];
+    }
+    if (threadIdx.x < TILE) m.values[threadIdx.x] = value;
+#if !BY_CHANNEL
+    if (threadIdx.x < CHUNK) m.decays[threadIdx.x] = of_row;
+#endif
+#if WEIGHTED
+    if (threadIdx.x < CHUNK) m.weights[threadIdx.x] = row_weight;
+#endif
+    if constexpr (AT_ONCE) cp_async_wait<0>();
     __syncthreads();
+
+    // Blocks of a sequence share its count of rows, and those of a head its row 0 if that was a full chunk's: the last
+    // that has read them writes them. Each thread of this block has used the count, so it has it.
+    constexpr int LAST = WARPS - 1;  // the warp that has least to do
+    int* marks = reinterpret_cast<int*>(state + p.marks);
+    [[maybe_unused]] int of_all = 0, of_head = 0;  // blocks that came before
+    if (warp == LAST && lane == 0) of_all = atomicAdd(marks, 1);
     if (before == CHUNK) {
         cp_async_wait<0>();
         __syncthreads();
+        if (warp == LAST && lane == 0) {
+            __threadfence();
+            of_head = atomicAdd(marks + 1 + head, 1);
+        }
 #if BY_CHANNEL
         for (int x = threadIdx.x; x < CHUNK * KEY_SIZE; x += THREADS) {
             const int j = x / KEY_SIZE, d = x % KEY_SIZE;
@@ -297,10 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         }
     };
     float acc[WIDE][4] = {};
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        u32 a[4];
-        own(SINCE_START, step * 16, a);
+    const auto multiply = [&](int step, const u32(&a)[4]) {
         Wide<float>(&s)[4] = ring[step % AHEAD];
 #pragma unroll
         for (int x = 0; x < WIDE; ++x) {
@@ -308,19 +345,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
             mma_m16n8k16<TYPE == BF16>(acc[x], a, b);
         }
         if (step + AHEAD < STEPS) w.read(s, (step + AHEAD) * 16);
+    };
+    if constexpr (!AT_ONCE) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            u32 a[4];
+            own(SINCE_START, step * 16, a);
+            multiply(step, a);
+        }
+        cp_async_wait<0>();
+        __syncthreads();
     }
-    cp_async_wait<0>();
-    __syncthreads();
-
-    // All of the sequence's state that others write was read.
-    [[maybe_unused]] int of_head = 0, of_all = 0;  // blocks that came before
-    int* marks = reinterpret_cast<int*>(state + p.marks);
-    constexpr int LAST = WARPS - 1;  // the warp that has least to do next
-    if (warp == LAST && lane == 0) {
-        __threadfence();
-        of_head = atomicAdd(marks + 1 + head, 1);
-        of_all = atomicAdd(marks, 1);
-    }
+    u32 earlier[CHUNK / 16 - 1][WIDE][2];  // blocks of updates; garbage where there are none
+    const auto read_earlier = [&]() {
+#pragma unroll
+        for (int n = 0; n < CHUNK / 16 - 1; ++n) w.read(earlier[n], n * 16);
+    };
+    if constexpr (AT_ONCE) read_earlier();
 
     // Scores, and weights of updates.
 #if BY_CHANNEL
@@ -353,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     } else {
         const int j = block + lane % 16, of = lane / 16;  // the query, or the key
         const Stored *x = m.own + (PLAIN + of) * KEYS, *key = m.keys + j * KEYS;
-        const float *sum = m.decays + i * DECAYS, *earlier = m.decays + j * DECAYS;
+        const float *sum = m.decays + i * DECAYS, *before_it = m.decays + j * DECAYS;
         float acc = 0.0f;
         const auto add = [&](u32 a, u32 b, u32 to, u32 from) {
             const float by = exp2_of(__fsub_rn(__uint_as_float(to), __uint_as_float(from)));
@@ -365,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
                 const uint2 a = *reinterpret_cast<const uint2*>(x + d);
                 const uint2 b = *reinterpret_cast<const uint2*>(key + d);
                 const uint4 to = *reinterpret_cast<const uint4*>(sum + d);
-                const uint4 from = *reinterpret_cast<const uint4*>(earlier + d);
+                const uint4 from = *reinterpret_cast<const uint4*>(before_it + d);
                 add(a.x, b.x, to.x, from.x), add(a.x >> 16, b.x >> 16, to.y, from.y);
                 add(a.y, b.y, to.z, from.z), add(a.y >> 16, b.y >> 16, to.w, from.w);
             }
@@ -375,17 +416,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
             m.scores[j] = E::narrow(acc);
     }
 #else
-    for (int j = warp * 8; j < block + 16; j += WARPS * 8) {
-        float c[4] = {};
-        const Stored* from = (j + in_row == i ? m.own + KEYS : m.keys + (j + in_row) * KEYS) + in_pair;
+    // Of all keys, so that chains run side by side: what is read where there are none goes nowhere.
+    float chains[KEY_TILES][4] = {};
+    const Stored* from[KEY_TILES];
 #pragma unroll
-        for (int d = 0; d < KEY_SIZE; d += 16) {
-            u32 a[4];
-            own(PLAIN, d, a);
-            const u32 b[2] = {*reinterpret_cast<const u32*>(from + d),
-                              *reinterpret_cast<const u32*>(from + d + 8)};
-            mma_m16n8k16<TYPE == BF16>(c, a, b);
+    for (int n = 0; n < KEY_TILES; ++n) {
+        const int j = (n * WARPS + warp) * 8 + in_row;
+        from[n] = (j == i ? m.own + KEYS : m.keys + j * KEYS) + in_pair;
+    }
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        u32 a[4];
+        own(PLAIN, step * 16, a);
+#pragma unroll
+        for (int n = 0; n < KEY_TILES; ++n) {
+            const u32* pairs = reinterpret_cast<const u32*>(from[n] + step * 16);
+            const u32 b[2] = {pairs[0], pairs[4]};
+            mma_m16n8k16<TYPE == BF16>(chains[n], a, b);
         }
+        if constexpr (AT_ONCE) multiply(step, a);
+    }
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; ++n) {
+        const int j = (n * WARPS + warp) * 8;
+        const float(&c)[4] = chains[n];
 #pragma unroll
         for (int y = 0; y < 2; ++y) {
             const int of = j + in_pair + y;
@@ -417,7 +471,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
                 acc[x][y] =
                     __fsub_rn(E::widen(m.values[warp * COLUMNS + (in_pair + y) * WIDE + x]), acc[x][y]);
         }
-    for (int j = 0; j < block; j += 16) w.add(acc, j, DELTA);
+    if constexpr (!AT_ONCE) read_earlier();
+#pragma unroll
+    for (int n = 0; n < CHUNK / 16 - 1; ++n)
+        if (n * 16 < block) w.add(acc, earlier[n], n * 16, DELTA);
 
     // A thread for each column has its own block's, and the update.
     if constexpr (DELTA) {
@@ -444,7 +501,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         if (e < columns) updates[i * VALUE_SIZE + e] = update;
     }
     __syncwarp();
-    w.add(acc, block, false);
+    u32 of_block[WIDE][2];
+    w.read(of_block, block);
+    w.add(acc, of_block, block, false);
 
     if (in_row == 0 && w.has(in_pair)) {
         const int e = warp * COLUMNS + in_pair * WIDE;
@@ -473,21 +532,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         }
     }
 
-    // Blocks share the head's keys and decays, and the sequence's count of rows: the last that read them writes them.
     if (warp == LAST) {
-        if (__shfl_sync(0xFFFFFFFF, of_head, 0) == tiles - 1) {
+        const int of_last = __shfl_sync(0xFFFFFFFF, of_head, 0);
+        if (before == CHUNK ? of_last == tiles - 1 : blockIdx.x == 0) {
             for (int d = lane * 2; d < KEY_SIZE; d += 64)
                 *reinterpret_cast<u32*>(keys + i * KEY_SIZE + d) =
                     *reinterpret_cast<const u32*>(m.own + KEYS + d);
 #if BY_CHANNEL
             for (int d = lane; d < KEY_SIZE; d += 32) decays[i * KEY_SIZE + d] = m.decays[i * DECAYS + d];
-            if (lane == 0) marks[1 + head] = 0;
 #else
-            if (lane == 0) decays[i] = decay, marks[1 + head] = 0;
+            if (lane == 0) decays[i] = decay;
 #endif
 #if WEIGHTED
             if (lane == 0) weights[i] = own_weight;
 #endif
+            if (lane == 0 && before == CHUNK) marks[1 + head] = 0;
         }
         if (lane == 0 && of_all == tiles * int(gridDim.y) - 1) state[0] = float(i + 1), *marks = 0;
     }
