@@ -16,17 +16,40 @@ layers":
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from samebits.backends.recurrent import CHUNK, Layout, Part
 
-__all__ = ["BLOCK", "Delta", "layout"]
+__all__ = ["BLOCK", "Delta", "Steps", "layout"]
 
 BLOCK = 16
 """Rows of a block: a chunk's triangular system is solved block by block, and row by row within."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What Mamba 2 computes weights, decays and D from: see :mod:`samebits.ops._ssd_steps`.
+
+    Attributes:
+        dt: ``[tokens, heads]``.
+        bias: ``[heads]``, or None.
+        a: float32 ``[heads]``, contiguous.
+        d: ``[heads]`` or ``[heads, value size]``, or None.
+        softplus: whether steps are the softplus of the sum of `dt` and `bias`.
+        lowest, highest: bounds of steps.
+    """
+
+    dt: Tensor
+    bias: Tensor | None
+    a: Tensor
+    d: Tensor | None
+    softplus: bool
+    lowest: float
+    highest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +71,8 @@ class Delta:
             last. ``[sequences, 0]``: they are side by side, of one length, and nothing was to be computed.
         scale: of the results; a float32.
         contract: key of the contract, without a backend.
+        steps: in place of `g`, `weights` and `skip`, what they are computed from. Of a call without
+            gradients only.
     """
 
     q: Tensor
@@ -61,6 +86,7 @@ class Delta:
     spans: Tensor
     scale: float
     contract: str
+    steps: Steps | None = None
 
     def bounds(self) -> list[tuple[int, int]]:
         """`spans`, as numbers."""
@@ -73,6 +99,19 @@ class Delta:
     def by_channel(self) -> bool:
         """Whether each channel of a key has a decay of its own."""
         return self.g is not None and self.g.ndim == 3
+
+    @property
+    def weighted(self) -> bool:
+        """Whether rows have weights."""
+        return self.weights is not None or self.steps is not None
+
+    def computed(self, ssd_steps: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Delta:
+        """The same with what a backend's function of that name finds of `steps`, if there are any."""
+        if (s := self.steps) is None:
+            return self
+        size = self.v.shape[2]
+        weights, g, skip = ssd_steps(s.dt, s.bias, s.a, s.d, size, s.softplus, s.lowest, s.highest)
+        return replace(self, g=g, weights=weights, skip=None if s.d is None else skip, steps=None)
 
 
 def layout(

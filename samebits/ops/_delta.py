@@ -5,13 +5,14 @@ The public functions check their arguments and call :func:`attend_linearly`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from samebits.backends import Key, module_for
-from samebits.backends.delta import Delta
+from samebits.backends.delta import Delta, Steps
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import backend as rows_backend
 from samebits.ops._rows import rounded
@@ -37,11 +38,16 @@ def attend_linearly(
     weights: Tensor | None = None,
     skip: Tensor | None = None,
     wide: bool = False,
+    steps: Steps | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Results, and with `closes` the matrices after the last tokens. `state` is updated in place.
 
-    Results are float32 if they are to be `wide`, else of v's dtype.
+    Results are float32 if they are to be `wide`, else of v's dtype. `steps` come with a state, and without
+    gradients.
     """
+    if steps is not None:
+        of_steps = (getattr(steps, field.name) for field in dataclasses.fields(steps))
+        return _stepping(q, k, v, *of_steps, state, spans, scale, wide, key), v.new_empty(0)
     operands = (q, k, v, g, beta, weights, skip, initial)
     options = (spans, scale, closes, wide, key)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
@@ -72,9 +78,10 @@ def _run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, closed, after
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+def _forward(*args: Any, steps: Steps | None = None) -> tuple[Tensor, Tensor]:
     *operands, state, spans, scale, closes, wide, key = args
     backend, x = _call(*operands, spans, scale, key)
+    x = x if steps is None else dataclasses.replace(x, steps=steps)
     every = spans.shape[1] == 0  # token is one of a sequence, so its result is written
     q, v = x.q, x.v
     dtype = torch.float32 if wide else v.dtype
@@ -97,6 +104,16 @@ def _going_on_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor
     return out, q.new_empty(size, dtype=torch.float32)
 
 
+def _stepping_run(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    *of_steps, state, spans, scale, wide, key = given
+    missing = (None,) * 5
+    return _forward(q, k, v, *missing, state, spans, scale, False, wide, key, steps=Steps(*of_steps))[0]
+
+
+def _stepping_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    return v.new_empty(v.shape, dtype=torch.float32 if given[-2] else v.dtype)
+
+
 def _fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     state = given[5]
     after = q.new_empty((0,) if state is None else state.shape, dtype=torch.float32)
@@ -115,6 +132,14 @@ _going_on = Operator(
     cpu=_going_on_run,
     fake=_going_on_fake,
 )
+_stepping = Operator(
+    "ssd_(Tensor q, Tensor k, Tensor v, Tensor dt, Tensor? bias, Tensor a, Tensor? d, bool softplus,"
+    " float lowest, float highest, Tensor(a!) state, Tensor spans, float scale, bool wide, str contract)"
+    " -> Tensor",
+    cpu=_stepping_run,
+    fake=_stepping_fake,
+)
+"""The same for Mamba 2, from its steps: so that a step of decoding can be one launch."""
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

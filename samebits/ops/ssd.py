@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from samebits.backends.delta import layout
+from samebits.backends.delta import Steps, layout
 from samebits.backends.recurrent import Layout, RecurrentState
 from samebits.contract import Contract
 from samebits.ops._checks import check_operands
@@ -131,9 +132,15 @@ def ssd(
     if len(dt_limit) != 2 or not limits[0] <= limits[1]:
         raise ValueError(f"samebits.{_OP}: dt_limit: expected a lower and an upper bound, got {dt_limit}")
     given = (dt.flatten(0, 1), dt_bias, A.to(torch.float32).contiguous(), D)
-    steps, decays, skip = ssd_steps(*given, size, dt_softplus, *limits)
-    options = {"weights": steps, "skip": None if D is None else skip, "wide": z is not None}
-    decays = decays.view(dt.shape)
+    options: dict[str, Any] = {"wide": z is not None}
+    decays = None
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, B, C, *given))
+    if begin[1] is None or recorded:
+        weights, decays, skip = ssd_steps(*given, size, dt_softplus, *limits)
+        options |= {"weights": weights, "skip": None if D is None else skip}
+        decays = decays.view(dt.shape)
+    else:
+        options["steps"] = Steps(*given, dt_softplus, *limits)
     operands = (C, B, x, decays, None)
     y, state = recur(own, operands, begin, spans, 1.0, return_final_states, key, **options)
     if z is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.arch import SM_80
-from samebits.backends.cuda import compiler, linear_attention, matmul, runtime
+from samebits.backends.cuda import compiler, linear_attention, matmul, runtime, ssd_steps
 from samebits.backends.cuda.delta_schedules import (
     FEW,
     STEP_KEYS,
@@ -109,17 +109,19 @@ def step_spec(
     delta: bool,
     by_channel: bool = False,
     weighted: bool = False,
+    steps: ssd_steps.Form | None = None,
     programmatic: bool = False,
 ) -> compiler.KernelSpec:
-    """The kernel of ``delta_step.cu``."""
-    constants = (
+    """The kernel of ``delta_step.cu``; with `steps`, one that computes what Mamba 2 needs of them."""
+    constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("VALUE_SIZE", size), ("TILE", schedule.tile)),
         *(("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta)), ("BY_CHANNEL", int(by_channel))),
         ("WEIGHTED", int(weighted)),
+        *(() if steps is None else ssd_steps.constants_of(*steps)),
     )
     smem = -(-schedule.memory(dtype, key_size, by_channel) // 16) * 16
     return compiler.KernelSpec(
-        *("delta_step.cu", "delta_step", _PARAMS, constants),
+        *("delta_step.cu", "delta_step", _PARAMS + ("" if steps is None else ssd_steps.PARAMS), constants),
         block=128,
         smem=smem,
         programmatic=programmatic,
@@ -216,7 +218,7 @@ def _run(
     tokens, heads, size = v.shape
     key_heads, key_size = q.shape[1:]
     sequences = len(x.spans)
-    weighted = x.weights is not None
+    weighted = x.weighted
     low = functools.reduce(
         int.__or__,
         (t.data_ptr() | t.stride(0) * t.itemsize | t.stride(1) * t.itemsize for t in (q, k, v)),
@@ -228,7 +230,9 @@ def _run(
     linear = tensor_core and not delta and not (few and records is None)
     if schedule is None and tensor_core and closed is None and _is_step(x, q, k, state, out):
         schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, device)
-    elif isinstance(schedule, Linear) or (schedule is None and linear):
+    if not isinstance(schedule, Step):
+        x = x.computed(ssd_steps.ssd_steps)
+    if isinstance(schedule, Linear) or (schedule is None and linear):
         linear_attention.run(x, (q, k, v), state, out, closed, records, schedule, hardware_exp2)
         return
     if schedule is None:
@@ -241,6 +245,7 @@ def _run(
     rule: dict[str, Any] = {"delta": delta, "weighted": weighted, "by_channel": x.by_channel}
     rule["hardware_exp2"] = hardware_exp2
     if isinstance(schedule, Step):
+        rule["steps"] = x.steps and ssd_steps.form_of(x.steps)
         kernel = _step_kernel(*(device, schedule, x.q.dtype, key_size, size), **rule)
     else:
         kernel = _kernel(
@@ -266,6 +271,7 @@ def _run(
         *(key_size, size, heads, heads // key_heads, tokens, out is not None and out.dtype != v.dtype),
         x.scale,
         address(prepared),
+        *(() if x.steps is None else ssd_steps.values_of(x.steps)),
     )
 
 

@@ -7,19 +7,41 @@ from torch import Tensor
 
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.operands import TYPES, address
+from samebits.backends.delta import Steps
 
+PARAMS = "4P5q2f"
+"""``struct Steps`` of kernels."""
 _THREADS = 256
+Form = tuple[torch.dtype, torch.dtype, torch.dtype, bool]
 
 
-def kernel_spec(dt: torch.dtype, bias: torch.dtype, skip: torch.dtype, softplus: bool) -> compiler.KernelSpec:
-    """The kernel of ``ssd_steps.cu``."""
-    constants = (
-        *(("DT", TYPES[dt]), ("BIAS", TYPES[bias]), ("SKIP", TYPES[skip])),
+def form_of(x: Steps) -> Form:
+    """What kernels are compiled for: types of dt, of its bias and of D, and whether steps are a softplus."""
+    bias, d = (torch.float32 if t is None else t.dtype for t in (x.bias, x.d))
+    return x.dt.dtype, bias, d, x.softplus
+
+
+def constants_of(
+    dt: torch.dtype, bias: torch.dtype, d: torch.dtype, softplus: bool
+) -> tuple[tuple[str, int | str], ...]:
+    """Macros of ``include/ssd_steps.cuh``."""
+    return (
+        *(("DT", TYPES[dt]), ("BIAS", TYPES[bias]), ("SKIP", TYPES[d])),
         ("SOFTPLUS", int(softplus)),
     )
-    return compiler.KernelSpec(
-        "ssd_steps.cu", "ssd_steps", "P" * 7 + "q" * 6 + "iiff", constants, block=_THREADS
-    )
+
+
+def values_of(x: Steps) -> tuple[int | float, ...]:
+    """The members of ``struct Steps``."""
+    of_d = (0, 0) if x.d is None else (x.d.stride(0), x.d.stride(1) if x.d.ndim == 2 else 0)
+    strides = *x.dt.stride(), 0 if x.bias is None else x.bias.stride(0), *of_d
+    return *map(address, (x.dt, x.bias, x.a, x.d)), *strides, x.lowest, x.highest
+
+
+def kernel_spec(*form: *Form) -> compiler.KernelSpec:
+    """The kernel of ``ssd_steps.cu``."""
+    constants = constants_of(*form)
+    return compiler.KernelSpec("ssd_steps.cu", "ssd_steps", PARAMS + "3Pqii", constants, block=_THREADS)
 
 
 _kernel = runtime.loader(kernel_spec)
@@ -39,14 +61,12 @@ def ssd_steps(
     device, heads = dt.get_device(), dt.shape[1]
     steps, decays = (runtime.empty(dt.shape, torch.float32, device) for _ in range(2))
     skip = runtime.empty((0,) if d is None else (heads, size), torch.float32, device)
-    of_bias, of_skip = (torch.float32 if t is None else t.dtype for t in (bias, d))
-    of_d = (0, 0) if d is None else (d.stride(0), d.stride(1) if d.ndim == 2 else 0)
+    given = Steps(dt, bias, a, d, softplus, lowest, highest)
     if count := steps.numel() + skip.numel():
-        _kernel(device, dt.dtype, of_bias, of_skip, softplus).launch(
+        _kernel(device, *form_of(given)).launch(
             (-(-count // _THREADS), 1, 1),
-            *(dt.data_ptr(), address(bias), a.data_ptr(), address(d)),
+            *values_of(given),
             *(steps.data_ptr(), decays.data_ptr(), skip.data_ptr()),
-            *(*dt.stride(), 0 if bias is None else bias.stride(0), *of_d),
-            *(steps.numel(), heads, size, lowest, highest),
+            *(steps.numel(), heads, size),
         )
     return steps, decays, skip

@@ -15,11 +15,13 @@ from samebits.backends.recurrent import CHUNK
 from samebits.backends.reference import delta_kernels
 from samebits.backends.reference.delta_rows import Chunk, Rows, Rule, blocks, dots, running, zeros
 from samebits.backends.reference.matmul import require_subnormals, rounded
+from samebits.backends.reference.ssd_steps import ssd_steps
 
 
 def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) -> None:
     """See :mod:`samebits.backends.delta`."""
     require_subnormals()
+    x = x.computed(ssd_steps)
     rule = Rule(x)
     for n, (start, stop) in enumerate(x.bounds()):
         rows = rule.rows(start, stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from samebits.backends import delta
 from samebits.backends.cuda import delta as kernels
 from samebits.backends.cuda import delta_schedules as schedules
 from samebits.backends.cuda import linear_attention
-from samebits.backends.delta import Delta
+from samebits.backends.delta import Delta, Steps
 from samebits.backends.recurrent import Layout, RecurrentState
 from samebits.backends.reference import delta as reference
 from samebits.contract import FMA, TENSOR_CORE
@@ -277,6 +278,30 @@ def step(
     return x, RecurrentState(own, state.data.to(device))
 
 
+OF_STEPS = [
+    # form of a step; types of dt, of its bias and of D; columns of D; softplus; limits
+    (STEP_FORMS[5], torch.float32, torch.float32, torch.bfloat16, False, True, (0.0, math.inf)),
+    (STEP_FORMS[6], torch.float16, None, torch.float32, True, False, (0.05, 0.7)),
+    (STEP_FORMS[5], torch.bfloat16, torch.bfloat16, None, False, True, (0.0, 0.5)),
+]
+
+
+def of_steps(
+    form: tuple[Any, ...], positions: Sequence[int] = POSITIONS, device: str = "cpu"
+) -> tuple[Delta, RecurrentState]:
+    """A token whose weights, decays and D are computed from its step."""
+    of_step, dt, bias, d, columns, softplus, limits = form
+    x, state = step(of_step, positions, device)
+    (n, heads, size), r = x.v.shape, torch.Generator().manual_seed(11)
+    of_dt = torch.randn(n, 2 * heads, generator=r)[:, ::2]
+    of_bias = None if bias is None else torch.randn(heads, generator=r).to(bias).to(device)
+    of_d = None if d is None else torch.randn(heads, size, generator=r)[:, : size if columns else 1]
+    of_d = None if of_d is None else of_d.to(d).to(device).squeeze(1)
+    a = -torch.rand(heads, generator=r).to(device)
+    given = Steps(of_dt.to(dt).to(device), of_bias, a, of_d, softplus, *limits)
+    return dataclasses.replace(x, g=None, weights=None, skip=None, steps=given), state
+
+
 def rows_of(state: RecurrentState) -> list[str]:
     """The parts that have a chunk's rows."""
     return [name for name in state.parts if name not in ("matrix", "marks")]
@@ -284,7 +309,7 @@ def rows_of(state: RecurrentState) -> list[str]:
 
 def empty_results(x: Delta) -> Tensor:
     """Memory for results, poisoned: float32 for some of those with weights."""
-    wide = x.weights is not None and x.v.shape[1] == 2
+    wide = x.weighted and x.v.shape[1] == 2
     return torch.full(x.v.shape, torch.nan, dtype=torch.float32 if wide else x.v.dtype, device=x.v.device)
 
 
@@ -403,12 +428,14 @@ def assert_same_forward(on_cpu: Delta, on_gpu: Delta, schedule: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", STEP_FORMS, ids=str)
-def test_every_step_has_the_references_bits(form: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    ("make", "form"), [*((step, f) for f in STEP_FORMS), *((of_steps, f) for f in OF_STEPS)]
+)
+def test_every_step_has_the_references_bits(make: Any, form: tuple[object, ...]) -> None:
     """A token after each number of rows, then another, by all schedules: through a chunk's end."""
     found = []
     for device, schedule in [("cpu", None), *(("cuda", s) for s in [*schedules.catalogue_of_steps(), None])]:
-        x, state = step(form, [*range(65), 7], device)
+        x, state = make(form, [*range(65), 7], device)
         for _ in range(2):
             out = empty_results(x)
             if device == "cpu":

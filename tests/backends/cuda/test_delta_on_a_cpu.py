@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from samebits.backends.reference import delta as reference
 from samebits.contract import AMPERE, FMA
 from samebits.testing import assert_same_bits
 from tests.backends.cuda.test_delta import (
+    OF_STEPS,
     STEP_FORMS,
     assert_same_step,
     empty_results,
     gradients_of,
+    of_steps,
     operands,
     pieces,
     step,
@@ -126,6 +129,19 @@ def test_steps(form: tuple[object, ...], tile: int) -> None:
         for _ in range(2):
             out = empty_results(x)
             run(x, own.data, out, None, *([schedules.Step(tile)] if run is kernels.forward else []))
+        results.append((out, own))
+    assert_same_step(results[1], results[0])
+
+
+@pytest.mark.parametrize(("form", "tile"), [*zip(OF_STEPS, (32, 64, 128), strict=True)], ids=str)
+def test_steps_of_mamba_2(form: tuple[Any, ...], tile: int) -> None:
+    """One launch has what two have: the step's weight, decay and D, too."""
+    x, state = of_steps(form)
+    results = []
+    for run in (reference.forward, kernels.forward):
+        own = RecurrentState(state.layout, state.data.clone())
+        out = empty_results(x)
+        run(x, own.data, out, None, *([schedules.Step(tile)] if run is kernels.forward else []))
         results.append((out, own))
     assert_same_step(results[1], results[0])
 

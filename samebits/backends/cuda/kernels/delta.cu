@@ -190,7 +190,7 @@ struct Block {
         const i64 at = (token * p.heads + head) * p.size + first_column + e;
         float y = __fmul_rn(__fadd_rn(acc, 0.0f), p.scale);
 #if WEIGHTED
-        y = with_skip(p, y, head, first_column + e, m.updates[e * COLUMNS + i]);
+        if (p.skip) y = with_skip(y, p.skip[head * p.size + first_column + e], m.updates[e * COLUMNS + i]);
         if (p.wide) {
             reinterpret_cast<float*>(p.out)[at] = contract::canonical(y);
             return;

@@ -28,6 +28,7 @@
 //   DELTA          1: with the delta rule; 0: updates are values
 //   BY_CHANNEL     1: a decay for each channel of a key, with the delta rule
 //   WEIGHTED       1: rows have weights, without the delta rule
+//   DT, BIAS, SKIP, SOFTPLUS  with them weights, decays and D are computed: include/ssd_steps.cuh
 //
 // Pairs of q and k lie at multiples of 4 bytes, states and results at multiples of 16.
 
@@ -227,7 +228,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         if (j < before) cp_async_16(shared_address(m.decays + j * DECAYS + d), decays + j * KEY_SIZE + d);
     }
 #else
+#ifdef DT
+    float own_weight, g;
+    p.steps.of(token, head, own_weight, g);
+    const float gamma = __fmul_rn(g, contract::LOG2E);
+#else
     const float gamma = p.g ? __fmul_rn(p.g[token * p.g_token + head * p.g_head], contract::LOG2E) : 0.0f;
+#endif
 #endif
     [[maybe_unused]] const float beta = DELTA ? p.beta[token * p.beta_token + head * p.beta_head] : 0.0f;
     constexpr int OWN = (KEY_SIZE + THREADS - 1) / THREADS;  // pairs of a thread, of the query and the key
@@ -244,7 +251,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
 #endif
 #if WEIGHTED
     float* weights = state + p.row_weights + i64(head) * CHUNK;
+#ifdef DT
+    const bool skips = p.steps.d;
+    const auto skip_of = [&](int e) { return p.steps.skip(head, first_column + e); };
+#else
     const float own_weight = p.weights[token * p.weight_token + head * p.weight_head];
+    const bool skips = p.skip;
+    const auto skip_of = [&](int e) { return p.skip[head * p.size + first_column + e]; };
+#endif
+    float skip[2 * WIDE] = {};  // of the thread's results
+    if (skips && in_row == 0 && w.has(in_pair))
+#pragma unroll
+        for (int n = 0; n < 2 * WIDE; ++n) skip[n] = skip_of(warp * COLUMNS + in_pair * WIDE + n);
     const float row_weight = threadIdx.x < CHUNK ? weights[threadIdx.x] : 0.0f;
 #endif
 
@@ -424,7 +442,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         const int j = (n * WARPS + warp) * 8 + in_row;
         from[n] = (j == i ? m.own + KEYS : m.keys + j * KEYS) + in_pair;
     }
-#pragma unroll
+    constexpr int UNROLLED = AT_ONCE ? STEPS : 2;
+#pragma unroll UNROLLED
     for (int step = 0; step < STEPS; ++step) {
         u32 a[4];
         own(PLAIN, step * 16, a);
@@ -439,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
 #pragma unroll
     for (int n = 0; n < KEY_TILES; ++n) {
         const int j = (n * WARPS + warp) * 8;
-        const float(&c)[4] = chains[n];
+        const float (&c)[4] = chains[n];
 #pragma unroll
         for (int y = 0; y < 2; ++y) {
             const int of = j + in_pair + y;
@@ -513,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         for (int n = 0; n < 2 * WIDE; ++n) {
             y[n] = __fmul_rn(__fadd_rn(acc[n % WIDE][n / WIDE], 0.0f), p.scale);
 #if WEIGHTED
-            y[n] = with_skip(p, y[n], head, first_column + e + n, m.values[e + n]);
+            if (skips) y[n] = with_skip(y[n], skip[n], m.values[e + n]);
 #endif
             y[n] = contract::canonical(y[n]);
         }

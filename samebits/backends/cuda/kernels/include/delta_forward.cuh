@@ -2,6 +2,9 @@
 #pragma once
 
 #include "delta.cuh"
+#ifdef DT
+#include "ssd_steps.cuh"
+#endif
 
 struct Params {
     const Stored *q, *k, *v;
@@ -17,11 +20,14 @@ struct Params {
     int key_size, size, heads, group, tokens, wide;
     float scale;
     const Prepared* prepared;  // BY_CHANNEL
+#ifdef DT
+    Steps steps;  // in place of g, weights and skip
+#endif
 };
 
 #if WEIGHTED
-// A result, from where the scale left it, with the value of its row and column.
-__device__ __forceinline__ float with_skip(const Params& p, float y, int head, int column, Stored value) {
-    return p.skip ? __fadd_rn(y, __fmul_rn(p.skip[head * p.size + column], E::widen(value))) : y;
+// A result, from where the scale left it, with D times the value of its row and column.
+__device__ __forceinline__ float with_skip(float y, float skip, Stored value) {
+    return __fadd_rn(y, __fmul_rn(skip, E::widen(value)));
 }
 #endif
