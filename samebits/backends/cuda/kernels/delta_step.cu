@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     const auto skip_of = [&](int e) { return p.skip[head * p.size + first_column + e]; };
 #endif
     float skip[2 * WIDE] = {};  // of the thread's results
-    if (skips && in_row == 0 && w.has(in_pair))
+    if (AT_ONCE && skips && in_row == 0 && w.has(in_pair))
 #pragma unroll
         for (int n = 0; n < 2 * WIDE; ++n) skip[n] = skip_of(warp * COLUMNS + in_pair * WIDE + n);
     const float row_weight = threadIdx.x < CHUNK ? weights[threadIdx.x] : 0.0f;
@@ -532,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         for (int n = 0; n < 2 * WIDE; ++n) {
             y[n] = __fmul_rn(__fadd_rn(acc[n % WIDE][n / WIDE], 0.0f), p.scale);
 #if WEIGHTED
-            if (skips) y[n] = with_skip(y[n], skip[n], m.values[e + n]);
+            if (skips) y[n] = with_skip(y[n], AT_ONCE ? skip[n] : skip_of(e + n), m.values[e + n]);
 #endif
             y[n] = contract::canonical(y[n]);
         }
