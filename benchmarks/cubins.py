@@ -462,6 +462,11 @@ def recurrent_layers() -> Iterator[Kernel]:
                 options = {"hardware_exp2": dtype is BF16, "delta": erases, "weighted": weighted}
                 options["by_channel"] = by_channel
                 yield delta.step_spec(step, dtype, 128, size, **options), HOPPER
+                if weighted:
+                    yield (
+                        delta.step_spec(step, dtype, 128, size, steps=(dtype, F32, F32, True), **options),
+                        HOPPER,
+                    )
         if by_channel and erases:
             yield delta.prepare_spec(x, 64, tensor_core=x is BF16, hardware_exp2=x is BF16), HOPPER
         for linear in (

@@ -289,6 +289,19 @@ def test_the_operator_is_well_formed(columns: bool) -> None:
         torch.library.opcheck(torch.ops.samebits.ssd_steps.default, args)
 
 
+@pytest.mark.parametrize("columns", [True, False])
+def test_the_operator_that_goes_on_is_well_formed(columns: bool) -> None:
+    given = {k: t.detach() for k, t in operands(tokens=3).items()}
+    x, dt, A, B, C = (given[k] for k in ("x", "dt", "A", "B", "C"))
+    _, state = ssd(x, dt, A, B, C, return_final_states=True)
+    d = torch.rand(x.shape[2:] if columns else x.shape[2:3])
+    key = samebits.TENSOR_CORE.key if x.dtype != torch.float32 else samebits.FMA.key
+    spans = torch.empty(len(x), 0, dtype=torch.int32)
+    q, k, v, steps = (t.flatten(0, 1) for t in (C, B, x, dt))
+    args = (q, k, v, steps, None, A, d, True, 0.0, 1.0, state.data, spans, 1.0, columns, key)
+    torch.library.opcheck(torch.ops.samebits.ssd_.default, args)
+
+
 def test_it_is_called_as_in_mamba_ssm() -> None:
     assert "ssd" in samebits.__all__
     assert math.isinf(ssd.__defaults__[-2][1])
