@@ -202,6 +202,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     const float* own_matrix = matrix + (u32(in_pair) * VALUE_SIZE + u32(in_row) * WIDE);
     const Warp w{m, matrix, own_matrix, columns - warp * COLUMNS, warp, lane, in_row, in_pair};
 
+#ifndef NO_PREFETCH
+    if constexpr (AT_ONCE) {  // into the L2 cache, whatever the kernel before may still write
+        const float* of_block = matrix - warp * COLUMNS;
+        for (int d = threadIdx.x; d < KEY_SIZE; d += THREADS) prefetch_to_l2(of_block + d * VALUE_SIZE);
+    }
+#endif
     wait_for_kernel_before();
     let_kernel_behind_start();
     // Whatever is needed at once is asked for at once, and waited for only after that.
@@ -375,11 +381,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         __syncthreads();
     }
     u32 earlier[CHUNK / 16 - 1][WIDE][2];  // blocks of updates; garbage where there are none
-    const auto read_earlier = [&]() {
+    if constexpr (AT_ONCE)
 #pragma unroll
         for (int n = 0; n < CHUNK / 16 - 1; ++n) w.read(earlier[n], n * 16);
-    };
-    if constexpr (AT_ONCE) read_earlier();
 
     // Scores, and weights of updates.
 #if BY_CHANNEL
@@ -490,10 +494,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
                 acc[x][y] =
                     __fsub_rn(E::widen(m.values[warp * COLUMNS + (in_pair + y) * WIDE + x]), acc[x][y]);
         }
-    if constexpr (!AT_ONCE) read_earlier();
 #pragma unroll
     for (int n = 0; n < CHUNK / 16 - 1; ++n)
-        if (n * 16 < block) w.add(acc, earlier[n], n * 16, DELTA);
+        if (n * 16 < block) {
+            if constexpr (!AT_ONCE) w.read(earlier[n], n * 16);
+            w.add(acc, earlier[n], n * 16, DELTA);
+        }
 
     // A thread for each column has its own block's, and the update.
     if constexpr (DELTA) {
