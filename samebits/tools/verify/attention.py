@@ -162,9 +162,10 @@ def attentions(thorough: bool, smem: int = _LONG_NEEDS) -> list[AttentionCase]:
     Args:
         smem: bytes of shared memory for a block. Keys that it does not hold are left out.
     """
-    count = 12 if thorough else 6  # twice as many in pages, as these are read in two ways
+    count = 12 if thorough else 6  # more in pages and under masks, which more schedules take
     variants = [(i, of) for i, of in enumerate(VARIANTS) if of.size <= _LONG or smem >= _LONG_NEEDS]
-    return [_drawn(of, i, n) for i, of in variants for n in range(count * (1 + of.paged))]
+    more = [2 if of.mask is not None else int(of.paged) for of in VARIANTS]
+    return [_drawn(of, i, n) for i, of in variants for n in range(count * (1 + more[i]))]
 
 
 _SHAPES = ((1, 2100), (3, 700), (40, 1100), (150, 150), (300, 600), (90, 33))

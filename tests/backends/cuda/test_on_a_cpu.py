@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import embeddings, gated, norm_rotary
+from samebits.backends.attention import Attention
+from samebits.backends.cuda import devices, embeddings, gated, matmul, norm_rotary, runtime
+from samebits.backends.cuda.attention import mask, universal_backward
 from samebits.backends.reference import fused as reference
 from samebits.backends.reference import rows as reference_rows
+from samebits.contract import AMPERE, FMA, TENSOR_CORE
+from samebits.ops.reduce import sum as row_sum
 from samebits.testing import assert_same_bits, values
 from tests.support import host_kernels
+from tests.support.fake_gpu import INFO
 
 pytestmark = host_kernels.needs_compiler
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -100,3 +105,104 @@ def test_embeddings(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int,
         got = torch.full((14, n), torch.nan, dtype=dtype)
         embeddings.sums_by_id(grad, ids, got, padding)
         assert_same_bits(got, reference_rows.embedding_backward(grad, ids, 14, padding))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "heads", "kind", "aligned"),
+    [
+        (BF16, 128, 5, "special", True),
+        (BF16, 64, 1, "brink", True),
+        (F16, 200, 3, "normal", True),
+        (BF16, 37, 4, "wide", True),
+        (F16, 128, 4, "tiny", False),
+        (F32, 128, 2, "special", True),
+        (F32, 253, 3, "wide", True),
+    ],
+)
+def test_sums_of_rows_of_gradients(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, heads: int, kind: str, aligned: bool
+) -> None:
+    """Of attention: D, and what each row adds to the gradient of its sink."""
+    monkeypatch.setattr(runtime, "load", lambda spec, device: host_kernels.HostKernel(spec))
+    monkeypatch.setattr(devices, "device_info", lambda device: INFO)
+    monkeypatch.setattr(matmul, "family", lambda device: AMPERE)
+    batch, queries = 2, 37
+    grad, out = (values(kind, (batch, queries, heads, size + 8), dtype, seed) for seed in (1, 2))
+    grad, out = grad[..., :size] if aligned else grad[..., 1 : size + 1], out[..., :size].contiguous()
+    lse2 = torch.arange(batch * heads * queries).reshape(batch, heads, queries) % 7 - 3.0
+    lse2[0, 0, 5] = -torch.inf
+    contract = FMA if dtype == F32 else TENSOR_CORE.on(AMPERE)
+    x = Attention(out, out, out, contract.key, 1.0, sinks=torch.zeros(heads))
+    nan = torch.full_like(lse2, torch.nan)
+    of_sinks = torch.full((batch * queries, heads), torch.nan)
+    to = universal_backward.Gradients(nan, out, out, out, None, of_sinks)
+    universal_backward.find_dots(x, grad, out, lse2, to)
+    want = row_sum(grad.float() * out.float(), -1)
+    assert_same_bits(to.dots, want.transpose(1, 2))
+    sunk = -(torch.exp2(-lse2.transpose(1, 2)) * want)
+    assert_same_bits(of_sinks.view_as(want), sunk.masked_fill(lse2.transpose(1, 2) == -torch.inf, 0.0))
+
+
+def _told_of_rows(
+    shown: Tensor, by_head: bool, group: int
+) -> tuple[list[list[list[int]]], dict[tuple[int, ...], list[int]]]:
+    """What ``find_rows`` finds, from ``[batch, heads, queries, keys]``: ``found``, and ``begins`` by row."""
+    batch, heads, queries, _ = shown.shape
+    found, begins = [], {}
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(queries):
+                keys = shown[b, h, i].nonzero().flatten().tolist()
+                side = 1 if by_head or heads == 1 else group
+                before = (h - 1, i) if h % side else (h + side - 1, i - 1)
+                others = (
+                    shown[b, before[0], before[1]].nonzero().flatten().tolist() if before[1] >= 0 else None
+                )
+                goes_on = others is not None and keys[: len(others)] == others
+                before_own = keys.index(i) if i in keys else -1 if keys else -2
+                found.append([len(keys) if goes_on else ~len(keys), before_own])
+                begins[b, h, i] = [*keys[::512], keys[-1] + 1 if keys else 0]
+    return found, begins
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "keys", "heads"),
+    [
+        (torch.bool, 1200, 1),
+        (torch.bool, 1536, 4),
+        (torch.bool, 77, 4),
+        (BF16, 640, 1),
+        (F32, 1032, 4),
+        (F16, 45, 4),
+    ],
+)
+def test_rows_of_masks(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, keys: int, heads: int, by_head: bool
+) -> None:
+    """Of attention: what each row shows, read by 16 bytes and one by one."""
+    monkeypatch.setattr(runtime, "load", lambda spec, device: host_kernels.HostKernel(spec))
+    monkeypatch.setattr(runtime, "empty", lambda shape, dtype, device: torch.full(shape, -9, dtype=dtype))
+    g = torch.Generator().manual_seed(keys)
+    shown = (torch.arange(keys) <= torch.arange(keys - 9, keys)[:, None]).expand(2, heads, 9, keys).clone()
+    shown[1, :, 2:5] &= torch.rand(keys, generator=g) > 0.2
+    shown[0, :, 6] = False
+    shown[0, -1, 7] = torch.rand(keys, generator=g) > 0.5
+    shown[1, 0, 8] = torch.rand(keys, generator=g) > 0.01
+    given = shown
+    if dtype != torch.bool:
+        given = torch.randn(shown.shape, generator=g).to(dtype).masked_fill(~shown, -torch.inf)
+        given[0, 0, 0, 3] = -9000.0 if dtype != F16 else -torch.inf
+        given[1, :, 3] *= 0
+        given.masked_fill_(~shown, -torch.inf)
+        shown = given.float() * 1.4426950408889634 > -8192
+    q, k = torch.empty(2, 9, 4, 64, dtype=BF16), torch.empty(2, keys, 2, 64, dtype=BF16)
+    x = Attention(q, k, k, TENSOR_CORE.on(AMPERE).key, 1.0, mask=given.expand(2, 4, 9, keys))
+    rows = mask.find_rows(x, by_head=by_head)
+    found, begins = _told_of_rows(shown, by_head, x.group)
+    assert rows.found.flatten(0, 2).tolist() == found
+    adds = torch.zeros_like(shown) if given is shown else shown & (given != 0)
+    assert rows.begins[..., -2].bool().equal(adds.any(-1))
+    for (b, h, i), want in begins.items():
+        got = rows.begins[b, h, i].tolist()
+        assert [*got[: len(want) - 1], got[-1]] == want, (b, h, i)

@@ -33,6 +33,7 @@ struct uint2 {
 struct uint4 {
     unsigned x, y, z, w;
 };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -72,6 +73,13 @@ float told_by(float x, int lane);  // a lane of the same warp; all of them tell
 inline float __shfl_xor_sync(unsigned, float x, int distance) {
     return told_by(x, int(threadIdx.x % 32) ^ distance);
 }
+inline int __shfl_xor_sync(unsigned, int x, int distance) {
+    return __float_as_int(told_by(__int_as_float(x), int(threadIdx.x % 32) ^ distance));
+}
+inline int __shfl_up_sync(unsigned, int x, int distance) {
+    const int lane = threadIdx.x % 32;
+    return __float_as_int(told_by(__int_as_float(x), lane < distance ? lane : lane - distance));
+}
 inline float __shfl_sync(unsigned, float x, int lane) { return told_by(x, lane); }
 inline int __shfl_sync(unsigned, int x, int lane) { return __float_as_int(told_by(__int_as_float(x), lane)); }
 inline long long __shfl_sync(unsigned, long long x, int lane) {
@@ -92,6 +100,7 @@ inline float __shfl_up_sync(unsigned, float x, int distance) {
     return told_by(x, lane < distance ? lane : lane - distance);
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 
 template <class T>

@@ -125,7 +125,7 @@ def specs(x: Attention) -> Iterator[compiler.KernelSpec]:
 
 def supports(x: Attention) -> bool:
     """Whether :func:`backward` takes the call. The universal kernels take all others."""
-    return sm90.supports(x)
+    return x.mask is None and sm90.supports(x)
 
 
 @functools.lru_cache(maxsize=256)

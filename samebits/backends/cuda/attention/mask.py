@@ -41,7 +41,7 @@ class Rows:
 
     Attributes:
         found: int32 ``[batch, heads, queries, 2]``.
-        begins: int32 ``[batch, heads, queries, segments]``.
+        begins: int32 ``[batch, heads, queries, segments + 2]``.
     """
 
     found: Tensor
@@ -68,20 +68,24 @@ def specs(mask: torch.dtype) -> Iterator[compiler.KernelSpec]:
     yield _spec(mask, "place_queries", 32)
 
 
-def find_rows(x: Attention) -> Rows:
-    """What each row of ``x.mask`` shows."""
+def find_rows(x: Attention, *, by_head: bool = False) -> Rows:
+    """What each row of ``x.mask`` shows.
+
+    Args:
+        by_head: tiles have rows of one head, not of all heads that share one of k, side by side.
+    """
     assert x.mask is not None
     device = x.q.get_device()
     heads = 1 if x.mask.stride(1) == 0 or x.heads == 1 else x.heads
     rows = (x.batch, heads, x.queries)
     found = Rows(
         runtime.empty((*rows, 2), torch.int32, device),
-        runtime.empty((*rows, max(1, -(-x.keys // SEGMENT))), torch.int32, device),
+        runtime.empty((*rows, -(-x.keys // SEGMENT) + 2), torch.int32, device),
     )
     count = x.batch * heads * x.queries
     if count:
         kernel = runtime.load(_spec(x.mask.dtype, "find_rows", 256), device)
-        kernel.launch((-(-count // 8), 1, 1), *_values(x, found, None, None))
+        kernel.launch((-(-count // 8), 1, 1), *_values(x, found, None, None, 1 if by_head else x.group))
     return found
 
 
@@ -98,12 +102,14 @@ def place_queries(x: Attention, rows: Rows) -> tuple[Tensor, Tensor]:
     groups = runtime.empty((x.batch, rows.heads), torch.int32, device)
     order.fill_(-1)
     kernel = runtime.load(_spec(x.mask.dtype, "place_queries", 32), device)
-    kernel.launch((x.batch * rows.heads, 1, 1), *_values(x, rows, order, groups))
+    kernel.launch((x.batch * rows.heads, 1, 1), *_values(x, rows, order, groups, x.group))
     return order, groups
 
 
-def _values(x: Attention, rows: Rows, order: Tensor | None, groups: Tensor | None) -> tuple[object, ...]:
+def _values(
+    x: Attention, rows: Rows, order: Tensor | None, groups: Tensor | None, side_by_side: int
+) -> tuple[object, ...]:
     own_keys = x.align != "first" or x.queries == x.keys
     found, begins, heads, segments = rows.values
-    numbers = (heads, segments, int(own_keys), 0)
+    numbers = (heads, segments, int(own_keys), side_by_side)
     return (found, begins, address(order), address(groups), *numbers, *problem(x))

@@ -14,7 +14,7 @@ from samebits.backends.cuda import matmul, runtime
 from samebits.backends.cuda.operands import address
 from samebits.functions import CONSTANTS
 
-__all__ = ["PROBLEM", "check", "empty_results", "lse_strides", "problem"]
+__all__ = ["PROBLEM", "check", "empty_results", "lse_strides", "problem", "sequences"]
 
 PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
 """The ``struct`` format of the values of :func:`problem`."""
@@ -40,6 +40,15 @@ def lse_strides(x: Attention) -> tuple[int, int]:
     return 0 if x.packed else x.heads * x.queries, x.queries
 
 
+def sequences(x: Attention) -> tuple[int, ...]:
+    """The first values of ``struct Problem``: addresses, and what lies among them."""
+    return (
+        *map(address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, x.block_table)),
+        0 if x.block_table is None else x.block_table.stride(0),
+        address(x.mask),
+    )
+
+
 def problem(x: Attention) -> tuple[Any, ...]:
     """The values of ``struct Problem``."""
     f32 = np.float32
@@ -48,9 +57,7 @@ def problem(x: Attention) -> tuple[Any, ...]:
     left, right = (w if 0 <= w < span else -1 for w in x.window)
     factor = x.softcap or x.scale
     return (
-        *map(address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, x.block_table)),
-        0 if x.block_table is None else x.block_table.stride(0),
-        address(x.mask),
+        *sequences(x),
         *((0, 0, 0, 0) if x.mask is None else x.mask.stride()),
         *(x.batch, x.kv_heads, x.group, x.queries, x.keys, x.q.shape[-1], x.v.shape[-1]),
         *((x.k.shape[1], x.k.shape[0]) if paged else (1, 1)),

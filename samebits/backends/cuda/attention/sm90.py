@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends.arch import SM_90
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
-from samebits.backends.cuda import compiler, devices, runtime, shapes, tuned
-from samebits.backends.cuda.attention import universal
+from samebits.backends.cuda import devices, runtime, shapes, tuned
+from samebits.backends.cuda.attention import mask, universal
 from samebits.backends.cuda.attention.maps_sm90 import (
     layout,
     query_maps,
@@ -22,7 +20,14 @@ from samebits.backends.cuda.attention.maps_sm90 import (
     shared_matrices,
     tile_maps,
 )
-from samebits.backends.cuda.attention.problem import PROBLEM, check, empty_results, lse_strides, problem
+from samebits.backends.cuda.attention.problem import (
+    check,
+    empty_results,
+    lse_strides,
+    problem,
+    sequences,
+)
+from samebits.backends.cuda.attention.schedule_sm90 import HopperSchedule, HopperVariant, schedules, spec
 from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.plans import Plans
 from samebits.backends.cuda.products.schedule_sm90 import round_up
@@ -48,129 +53,10 @@ __all__ = [
     "variant",
 ]
 
-_PARAMS = "128s128s128sPPPPPPqqiiiiiiiiii" + PROBLEM
 _LARGEST_HEAD = 128
-_SMEM = 227 * 1024 - 3 * 56  # but for the tickets
 _SCRATCH = 512 << 20  # bytes that segments may take
 _L2 = 24 << 20  # bytes of keys and values that are used side by side
 _SMALLEST_BOX = 8  # lines: the period of the swizzle
-
-
-@dataclass(frozen=True, slots=True)
-class HopperVariant:
-    """What a compiled kernel is specialised to, besides its schedule. Sizes are multiples of 16.
-
-    Attributes:
-        paged: whether keys and values lie in pages.
-    """
-
-    dtype: torch.dtype
-    head: int
-    values: int
-    softcap: bool
-    paged: bool = False
-
-    @property
-    def stage(self) -> int:
-        """Bytes of a tile of keys or of values."""
-        return BLOCK * 2 * max(_columns(self.head), round_up(self.values, self.width))
-
-    @property
-    def width(self) -> int:
-        """Columns of values that one copy brings."""
-        return 64 if self.values % 64 == 0 else 32
-
-
-@dataclass(frozen=True, slots=True)
-class HopperSchedule:
-    """A schedule of ``attention_sm90``.
-
-    Attributes:
-        warpgroups: that compute; each has 64 rows.
-        stages: tiles of keys or values held at once.
-        grouped: whether a tile has all heads that share a head of k and v, side by side; else it has one.
-        split: whether tiles share the segments of their rows, and a second kernel merges them.
-        dynamic: whether blocks of the grid take tiles as they come; else each has its own.
-        few: whether tiles have 8 rows only, so that threads do the arithmetic of one row, not of two.
-    """
-
-    warpgroups: int
-    stages: int
-    grouped: bool = False
-    split: bool = False
-    dynamic: bool = False
-    few: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Of the kernel's products."""
-        return 64 * self.warpgroups
-
-    @property
-    def most_rows(self) -> int:
-        """Of these, the most that hold queries."""
-        return 8 if self.few else self.rows
-
-    def smem(self, of: HopperVariant) -> int:
-        in_registers = self.split or (of.values <= 64 and self.warpgroups < 3)
-        total = 0 if in_registers else self.rows * of.values * 4
-        barriers = (2 * self.stages + 2) * 8
-        q = self.rows * _columns(of.head) * 2
-        return 1024 + q + self.stages * of.stage + total + barriers
-
-    def fits(self, of: HopperVariant) -> bool:
-        # The registers of three warpgroups hold scores, probabilities and short values.
-        return self.stages >= 3 and self.smem(of) <= _SMEM and (self.warpgroups < 3 or of.values <= 64)
-
-    def filled(self, of: HopperVariant) -> HopperSchedule:
-        """With as many stages, up to 8, as there is room for."""
-        room = _SMEM - self.smem(of)
-        return replace(self, stages=max(0, min(8, self.stages + room // (of.stage + 16))))
-
-
-def _columns(head: int) -> int:
-    return round_up(head, 64)
-
-
-@functools.cache
-def schedules(of: HopperVariant) -> tuple[HopperSchedule, ...]:
-    """All that :func:`choose` may return, and those with the fewest stages."""
-    flags = (
-        (False, False, False),
-        (True, False, False),
-        (False, False, True),
-        (False, True, False),
-        (True, True, False),
-    )
-    found = []
-    for warpgroups, (grouped, split, dynamic) in itertools.product((1, 2, 3), flags):
-        least = HopperSchedule(warpgroups, 3, grouped, split, dynamic)
-        found += [least.filled(of), least]
-    for grouped, split in itertools.product((False, True), repeat=2):
-        found.append(HopperSchedule(1, 3, grouped, split, few=True).filled(of))
-    return tuple(dict.fromkeys(s for s in found if s.fits(of)))
-
-
-def spec(of: HopperVariant, s: HopperSchedule) -> compiler.KernelSpec:
-    """The kernel under a schedule."""
-    constants: dict[str, int | str] = {
-        "INPUT_F16": int(of.dtype == torch.float16),
-        "HEAD": of.head,
-        "VALUES": of.values,
-        "SOFTCAP": int(of.softcap),
-        "WARPGROUPS": s.warpgroups,
-        "STAGES": s.stages,
-        "SPLIT": int(s.split),
-        "FEW": int(s.few),
-        "PAGED": int(of.paged),
-    }
-    return compiler.KernelSpec(
-        *("attention_sm90.cu", "attention_sm90", _PARAMS, tuple(constants.items())),
-        block=128 * s.warpgroups + 128,
-        smem=s.smem(of),
-        programmatic=True,
-        oldest=SM_90,
-    )
 
 
 def cost(x: Attention, s: HopperSchedule, multiprocessors: int) -> float:
@@ -197,10 +83,15 @@ def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     rows = queries * (x.group if grouped else 1)
     dynamic = x.packed or x.key_start is not None or x.key_length is not None
     least = HopperSchedule(1, 3, grouped, dynamic=dynamic, few=rows <= 8)
-    found = [replace(least, warpgroups=n) for n in ((1,) if rows <= 64 else (2, 3))]
+    sizes = (1,) if rows <= 64 else (2, 3) if x.mask is None else (2, 1)  # rows of a mask may come one by one
+    found = [replace(least, warpgroups=n) for n in sizes]
     s = min((s for s in found if s.fits(of)), key=lambda s: cost(x, s, multiprocessors))
     if shares_of(x, s) > 1 and _has_scratch(x, of):
         s = replace(s, split=True, dynamic=False)
+    elif (
+        s.few and x.mask is None and _count(x, s) > multiprocessors
+    ):  # one block streams while the other is between tiles
+        s = replace(s, resident=2)
     return s.filled(of)
 
 
@@ -232,7 +123,12 @@ def _best_shares(tiles: int, segments: int, rows: int, multiprocessors: int) -> 
 
 
 def _can_group(x: Attention, rows: int = 64) -> bool:
-    return x.group <= rows and x.q.stride(-2) != 0
+    return x.group <= rows and x.q.stride(-2) != 0 and not _mask_of_heads(x)
+
+
+def _mask_of_heads(x: Attention) -> bool:
+    """Whether each head has a mask of its own."""
+    return x.mask is not None and x.mask.stride(1) != 0 and x.heads > 1
 
 
 def _tiles(x: Attention, s: HopperSchedule) -> tuple[int, int, int, int]:
@@ -241,6 +137,12 @@ def _tiles(x: Attention, s: HopperSchedule) -> tuple[int, int, int, int]:
     height = s.most_rows // members
     tiles = -(-x.queries // height) + (x.batch if x.packed else 0)
     return tiles, (1 if x.packed else x.batch) * x.heads // members, height, members
+
+
+def _count(x: Attention, s: HopperSchedule) -> int:
+    """All tiles of a call."""
+    tiles, heads, _, _ = _tiles(x, s)
+    return tiles * heads
 
 
 def l2_promotion(s: HopperSchedule) -> int:
@@ -253,7 +155,7 @@ def supports(x: Attention) -> bool:
     head, values = x.q.shape[-1], x.v.shape[-1]
     return (
         x.q.dtype in (torch.bfloat16, torch.float16)
-        and x.mask is None
+        and (x.mask is None or (x.block_table is None and x.window == (-1, -1)))
         and (x.block_table is None or (x.key_start is None and _box(x) >= _SMALLEST_BOX))
         and contract_from_key(x.contract).step == "mma"
         and devices.device_info(x.q.get_device()).arch.runs("attention_sm90")
@@ -274,7 +176,8 @@ def _box(x: Attention) -> int:
 def variant(x: Attention) -> HopperVariant:
     """What the kernel is specialised to for a call."""
     head, values = (round_up(t.shape[-1], 16) for t in (x.q, x.v))
-    return HopperVariant(x.q.dtype, head, values, x.softcap != 0, x.block_table is not None)
+    of_mask = None if x.mask is None else x.mask.dtype
+    return HopperVariant(x.q.dtype, head, values, x.softcap != 0, x.block_table is not None, of_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +189,8 @@ class Plan:
         maps: of q, k and v.
         grid: blocks.
         sizes: members of ``struct Params`` between the addresses of results and those of sequences.
-        problem: those after the latter.
+        problem: those after the mask's.
+        strides: with a mask, those of k and v.
         scratch: floats that hold segments, if they are merged by a kernel of their own.
         dynamic: whether blocks take tiles as they come.
         merge: that kernel.
@@ -297,6 +201,7 @@ class Plan:
     grid: int
     sizes: tuple[int, ...]
     problem: tuple[Any, ...]
+    strides: tuple[int, ...]
     scratch: int
     dynamic: bool
     merge: universal.Merge | None
@@ -309,17 +214,19 @@ class Plan:
             scratch = runtime.empty((self.scratch,), torch.float32, q.get_device())
         if self.dynamic:
             following = runtime.zeros((1,), torch.int32, q.get_device())
+        rows = None if x.mask is None else mask.find_rows(x, by_head=True)
         of_q, of_k, of_v = self.maps
         self.kernel.launch(
             (self.grid, 1, 1),
             *(of_q[q.data_ptr()], of_k[k.data_ptr()], of_v[v.data_ptr()]),
             *map(address, (out, x.sinks, lse, lse2, scratch, following)),
             *self.sizes,
-            *map(address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, x.block_table)),
+            *sequences(x),
             *self.problem,
+            *(() if rows is None else (*rows.values, address(k), address(v), *self.strides)),
         )
         if scratch is not None and self.merge is not None:
-            self.merge.run(x, out, lse, lse2, scratch)
+            self.merge.run(x, out, lse, lse2, scratch, rows)
         return out, lse, lse2
 
 
@@ -345,13 +252,14 @@ def make_plan(x: Attention, schedule: HopperSchedule | None = None) -> Plan:
     share = -(-segments // min(segments, max(shares_of(x, s), 2))) if s.split else segments
     shares = -(-segments // share)
     sizes = (*lse_strides(x), tiles, heads, together, segments, shares, share, members, height)
-    count, blocks = tiles * heads * shares, devices.device_info(device).sm_count
+    count, blocks = tiles * heads * shares, devices.device_info(device).sm_count * s.resident
     return Plan(
         kernel=runtime.load(spec(of, s), device),
         maps=maps,
         grid=min(count, blocks),
         sizes=(*sizes, shared_matrices(layouts), lines if of.paged else 0),
-        problem=problem(x)[5:],
+        problem=problem(x)[7:],
+        strides=() if x.mask is None else (*universal.strides(x.k), *universal.strides(x.v)),
         scratch=x.q.shape[:-1].numel() * segments * (of.values + 2) if s.split else 0,
         dynamic=s.dynamic and not (of.paged and count <= blocks),  # the counter costs a launch
         merge=universal.Merge.of(x) if s.split else None,
@@ -387,13 +295,14 @@ _plans: Plans[Plan | None] = Plans(1024)  # a cache of keys that grows makes one
 def plan(x: Attention) -> Plan | None:
     """The plan of a call, found by its geometry; None if the kernel does not support it."""
     q, k, v, offsets, table = x.q, x.k, x.v, x.cu_seqlens_q, x.block_table
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or x.mask is not None:
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         return None
     key = (
         *(q.dtype, q.get_device(), q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()),
         *(x.contract, x.scale, x.softcap, x.window, x.align, None if offsets is None else len(offsets)),
         *(x.cu_seqlens_k is None, x.key_start is None, x.key_length is None),
         *((None,) if table is None else (table.shape[1], table.stride(0))),
+        *((None,) if x.mask is None else (x.mask.dtype, x.mask.stride())),
     )
     try:
         return _plans[key]
@@ -402,8 +311,10 @@ def plan(x: Attention) -> Plan | None:
 
 
 def tuned_schedule(x: Attention) -> HopperSchedule | None:
-    """A tuned table's schedule for a call; None if :func:`choose` should say. Tables know no pages."""
-    if x.block_table is not None:
+    """A tuned table's schedule for a call; None if :func:`choose` should say: of pages and masks tables know
+    nothing.
+    """
+    if x.block_table is not None or x.mask is not None:
         return None
     shape = AttentionShape.of(x)
     shapes.met(shape)

@@ -20,7 +20,14 @@ from samebits.backends.arch import SM_75, SM_80
 from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import compiler, devices, matmul, runtime
 from samebits.backends.cuda.attention import mask
-from samebits.backends.cuda.attention.problem import PROBLEM, check, empty_results, lse_strides, problem
+from samebits.backends.cuda.attention.problem import (
+    PROBLEM,
+    check,
+    empty_results,
+    lse_strides,
+    problem,
+    sequences,
+)
 from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products.schedule_sm90 import round_up
 from samebits.contract import INTERPOLATION, contract_from_key
@@ -326,7 +333,7 @@ class Merge:
         kernel: ``merge_segments``.
         rows: how many there are.
         sizes: members of ``struct Params`` between the addresses of tensors and those of sequences.
-        problem: those after the latter.
+        problem: those after the mask's.
     """
 
     kernel: runtime.Kernel
@@ -338,7 +345,7 @@ class Merge:
     def of(cls, x: Attention) -> Merge:
         """For calls of this geometry."""
         kernel = runtime.load(cls.spec(x), x.q.get_device())
-        return cls(kernel, x.q.shape[:-1].numel(), _sizes(x, 0, 0), problem(x)[5:])
+        return cls(kernel, x.q.shape[:-1].numel(), _sizes(x, 0, 0), problem(x)[7:])
 
     @staticmethod
     def spec(x: Attention) -> compiler.KernelSpec:
@@ -348,11 +355,14 @@ class Merge:
         s = next(s for s in schedules if s.split and s.values(of) == of.values)
         return merge_spec(of, s, info.arch.copies_tiles)
 
-    def run(self, x: Attention, out: Tensor, lse: Tensor, lse2: Tensor, scratch: Tensor) -> None:
+    def run(
+        self, x: Attention, out: Tensor, lse: Tensor, lse2: Tensor, scratch: Tensor, rows: mask.Rows | None
+    ) -> None:
         self.kernel.launch(
             (self.rows, 1, 1),
             *map(address, (x.q, x.k, x.v, x.sinks, out, lse, lse2, scratch)),
             *self.sizes,
-            *map(address, (x.cu_seqlens_q, x.cu_seqlens_k, x.key_start, x.key_length, x.block_table)),
+            *sequences(x),
             *self.problem,
+            *(() if rows is None else rows.values),
         )

@@ -24,10 +24,12 @@ from samebits.backends.cuda.attention.universal import (
 )
 from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products.schedule_sm90 import round_up
+from samebits.functions import VOCAB_BLOCK
 
 __all__ = ["Backward", "Gradients", "backward", "backward_schedules", "choose_backward", "find_dots", "specs"]
 
-_BACKWARD = "PPPPPPPPPPPPP" + 8 * "qqqq" + "qq" + "ii" + PROBLEM
+_BACKWARD = "PPPPPPPPPP" + 7 * "qqqq" + "qq" + "ii" + PROBLEM
+_DOTS = "PPPPPP" + 2 * "qqqq" + "qqq" + "iiii"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def backward_schedules(of: Variant, max_smem: int) -> tuple[Backward, ...]:
     return tuple(s for s in found if s.smem(of) + s.static_smem(of) <= max_smem)
 
 
-_ROWS, _DK, _DV, _DQ = 0, 1, 2, 4  # values of the macro GRADS
+_DK, _DV, _DQ = 1, 2, 4  # values of the macro GRADS
 
 
 def backward_spec(
@@ -107,8 +109,8 @@ def backward_spec(
     params = "" if of.mask is None else mask.ROWS + "PP"
     return compiler.KernelSpec(
         *("attention_backward.cu", entry, _BACKWARD + params, tuple(constants.items())),
-        block=256 if grads == _ROWS else s.threads,
-        smem=0 if grads == _ROWS else s.smem(of),
+        block=s.threads,
+        smem=s.smem(of),
         oldest=of.oldest,
     )
 
@@ -118,13 +120,34 @@ def _key_grads(of: Variant) -> tuple[int, ...]:
     return (_DK | _DV,) if of.head + of.values <= 256 else (_DK, _DV)
 
 
+def dots_columns(values: int) -> int:
+    """Columns for which the kernel of D has lanes: 64, or as many as a block of the sum has."""
+    return 64 if values <= 64 else VOCAB_BLOCK
+
+
+def dots_spec(of: Variant, programmatic: bool) -> compiler.KernelSpec:
+    """The kernel of D."""
+    constants: dict[str, int | str] = {
+        "TYPE": mask.NAMES[of.dtype],
+        "COLUMNS": dots_columns(of.values),
+        "VECTOR": int(of.vector),
+        "HARDWARE_EXP2": int(of.hardware_exp2),
+    }
+    return compiler.KernelSpec(
+        *("attention_dots.cu", "grad_dots", _DOTS, tuple(constants.items())),
+        block=256,
+        programmatic=programmatic,
+        oldest=of.oldest,
+    )
+
+
 def specs(of: Variant, max_smem: int, *, grad_mask: bool = False) -> Iterator[compiler.KernelSpec]:
     """All kernels under all schedules, for tests."""
     for s in backward_schedules(of, max_smem):
         for grads in _key_grads(of):
             yield backward_spec(of, s, "grad_keys", grads)
         yield backward_spec(of, s, "grad_queries", _DQ, grad_mask)
-    yield backward_spec(of, backward_schedules(of, max_smem)[0], "grad_dots", _ROWS)
+    yield dots_spec(of, programmatic=False)
 
 
 def choose_backward(x: Attention, of: Variant) -> Backward:
@@ -187,7 +210,6 @@ def _launch(
     grid: int,
     x: Attention,
     grad: Tensor,
-    out: Tensor,
     lse2: Tensor,
     to: Gradients,
     shown: tuple[int, ...],
@@ -195,11 +217,11 @@ def _launch(
 ) -> None:
     if grid == 0:
         return
-    tensors = (x.q, x.k, x.v, grad, out)
+    tensors = (x.q, x.k, x.v, grad)
     results = (to.dq, to.dk, to.dv)
     runtime.load(kernel, x.q.get_device()).launch(
         (grid, 1, 1),
-        *map(address, (*tensors, x.sinks, lse2, to.dots, *results, to.dmask, to.of_sinks)),
+        *map(address, (*tensors, lse2, to.dots, *results, to.dmask)),
         *(s for t in (*tensors, *results) for s in strides(t)),
         *(*lse_strides(x), tiles, 0),
         *problem(x),
@@ -207,13 +229,19 @@ def _launch(
     )
 
 
-def find_dots(
-    x: Attention, grad: Tensor, out: Tensor, lse2: Tensor, to: Gradients, shown: tuple[int, ...] = ()
-) -> None:
+def find_dots(x: Attention, grad: Tensor, out: Tensor, lse2: Tensor, to: Gradients) -> None:
     """Fill ``to.dots`` and ``to.of_sinks``."""
-    of = variant(x, grad)
-    kernel = backward_spec(of, choose_backward(x, of), "grad_dots", _ROWS)
-    _launch(kernel, -(-x.q.shape[:-1].numel() // 8), x, grad, out, lse2, to, shown)
+    device = x.q.get_device()
+    of = variant(x, grad, out)
+    rows, abreast = x.q.shape[:-1].numel(), 32 * 16 // of.dtype.itemsize // dots_columns(of.values)
+    of_warp = 4 * abreast  # in four passes
+    kernel = runtime.load(dots_spec(of, devices.device_info(device).arch.copies_tiles), device)
+    kernel.launch(
+        (-(-rows // (8 * of_warp)), 1, 1),
+        *map(address, (grad, out, x.sinks, lse2, to.dots, to.of_sinks)),
+        *(*strides(grad), *strides(out), *lse_strides(x)),
+        *(rows, x.queries, x.heads, x.v.shape[-1], 0),
+    )
 
 
 def backward(
@@ -249,8 +277,8 @@ def backward(
         of_mask = mask.find_rows(x)
         places = mask.place_queries(x, of_mask)
         shown = (*of_mask.values, *map(address, places))
-    operands = (x, grad, out, lse2, to, shown)
-    find_dots(*operands)
+    operands = (x, grad, lse2, to, shown)
+    find_dots(x, grad, out, lse2, to)
     key_tiles = -(-x.keys // s.rows)
     key_tiles = key_tiles * x.batch if x.cu_seqlens_k is None else key_tiles + x.batch
     for grads in _key_grads(of):

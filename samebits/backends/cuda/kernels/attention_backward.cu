@@ -1,6 +1,5 @@
 // Attention, backward, for everything that docs/contract.md, "Attention", allows but pages.
 //
-//   grad_dots      D, for each row of queries: the sum of g * out; and what the row adds to its sink's gradient
 //   grad_keys      dK and dV: a block has 16 WARPS keys of a head of k, and goes over the queries that see
 //                  them, of one head of the group after another
 //   grad_queries   dQ and the mask's gradient: a block has a tile of rows as the forward has, and goes over
@@ -8,8 +7,9 @@
 //
 // Scores and their gradients are computed in both passes, so neither waits for the other, and each sum has one
 // owner. Warps have 16 rows each (of keys, or of queries), and share what comes in through a ring of cp.async
-// stages of STEP lines: q and g, or k and v. Where rows are long, PARTS warps have the same 16 rows: each has some
-// columns of the result, and computes what it is multiplied by for some lines of a stage, for all of them.
+// stages of STEP lines: q and g, or k and v. D is what attention_dots.cu left. Where rows are long, PARTS warps have
+// the same 16 rows: each has some columns of the result, and computes what it is multiplied by for some lines of a
+// stage, for all of them.
 //
 // With a mask, attention_mask.cu has found the queries of the chains of dK and dV, and dQ takes rows in runs, as
 // the forward does.
@@ -19,8 +19,7 @@
 //   STEP         lines of a stage: 16 or 32
 //   STAGES       of the ring, 2 or more
 //   MIN_BLOCKS   blocks that shall fit on one multiprocessor
-//   GRADS        what is compiled: 1: dK; 2: dV; 3: both, where there are registers for that; 4: dQ;
-//                0: grad_dots
+//   GRADS        what is compiled: 1: dK; 2: dV; 3: both, where there are registers for that; 4: dQ
 //   GRAD_MASK    1: the mask's gradient is wanted
 
 #include "attention.cuh"
@@ -43,14 +42,11 @@ using ValueStage = Tile<STEP, VALUES>;
 constexpr int STAGE_BYTES = KeyStage::BYTES + ValueStage::BYTES;
 
 struct Params {
-    const Stored *q, *k, *v, *g, *out;
-    const float *sinks, *lse2;
-    float* dots;
+    const Stored *q, *k, *v, *g;
+    const float *lse2, *dots;
     Stored *dq, *dk, *dv;
-    float* dmask;     // [batch, heads of q, queries, keys]
-    float* of_sinks;  // [tokens, heads of q]
-    Strides q_strides, k_strides, v_strides, g_strides, out_strides;
-    Strides dq_strides, dk_strides, dv_strides;
+    float* dmask;  // [batch, heads of q, queries, keys]
+    Strides q_strides, k_strides, v_strides, g_strides, dq_strides, dk_strides, dv_strides;
     i64 lse_batch, lse_head;  // of `dots` too
     int tiles;                // of a sequence, if not packed
     int unused;
@@ -140,41 +136,6 @@ __device__ __forceinline__ void copy_float(float* to, const float* from) {
     *to = *from;
 #endif
 }
-
-#if GRADS == 0
-extern "C" __global__ void __launch_bounds__(256) grad_dots(const __grid_constant__ Params p) {
-    const Problem& x = p.x;
-    const int lane = threadIdx.x % 32, heads = x.heads * x.group;
-    const i64 row = i64(blockIdx.x) * 8 + threadIdx.x / 32, tokens = i64(x.cu_q ? 1 : x.batch) * x.queries;
-    if (row >= tokens * heads) return;
-    const int head = row % heads, query = row / heads % x.queries;
-    const i64 batch = row / heads / x.queries;
-    const Stored* g = p.g + batch * p.g_strides.batch + row_at(p.g_strides, query, head);
-    const Stored* out = p.out + batch * p.out_strides.batch + row_at(p.out_strides, query, head);
-    float chain = 0.0f;  // a lane's: each block is a chain of its own
-    static_assert(VALUES <= 32 * contract::VOCAB_BLOCK);
-#pragma unroll 1
-    for (int first = 0; first < x.values; first += contract::VOCAB_BLOCK) {
-        float product[contract::VOCAB_BLOCK / 32];
-#pragma unroll
-        for (int i = 0; i < contract::VOCAB_BLOCK / 32; ++i) {
-            const int column = first + lane + 32 * i;
-            product[i] = column < x.values ? __fmul_rn(Type::widen(g[column * p.g_strides.column]),
-                                                       Type::widen(out[column * p.out_strides.column]))
-                                           : 0.0f;
-        }
-        const float block = contract::sum_by_halves<32, 1>(product);
-        if (lane == first / contract::VOCAB_BLOCK) chain = __fadd_rn(chain, block);
-    }
-    const float sum = contract::sum_of_lanes<32>(chain);
-    if (lane > 0) return;
-    const i64 at = batch * p.lse_batch + head * p.lse_head + query;
-    p.dots[at] = sum;
-    if (!p.sinks) return;
-    const float exponent = __fsub_rn(__fmul_rn(p.sinks[head], contract::LOG2E), p.lse2[at]);
-    p.of_sinks[row] = p.lse2[at] == -INF ? 0.0f : -__fmul_rn(scores::exp2(exponent), sum);
-}
-#endif
 
 #if GRADS & 3
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)

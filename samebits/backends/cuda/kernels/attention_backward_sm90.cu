@@ -1,5 +1,5 @@
 // Attention on Hopper, backward: dK and dV, or dQ, as docs/contract.md, "Attention", has them, without masks and
-// pages. D is what grad_dots in attention_backward.cu left.
+// pages. D is what attention_dots.cu left.
 //
 //   GRADS 1   dK and dV: a block has 128 keys of a head of k, and goes over the queries that see them, STEP at
 //             a time, of one head of the group after another
@@ -238,6 +238,9 @@ __device__ __forceinline__ void store_row(Stored* to, const float (&sum)[columns
     }
 }
 
+// Of each warpgroup, in shared memory: no register holds them beside accumulators.
+__shared__ int2 columns[WARPGROUPS];
+
 struct Consumer {
     const Params& p;
     const SharedStorage& shared;
@@ -276,6 +279,34 @@ struct Consumer {
                    rows_end <= s.last_seen(x, first_of_step);
         const int last = min(rows_end, s.queries) - 1;
         return first_of_step >= s.first_seen(x, last) && end <= s.last_seen(x, work.first);
+    }
+
+    // Finds the columns, first to last - 1, that any row of this warpgroup sees, or is seen by.
+    __device__ __forceinline__ void find_columns() const {
+        const Problem& x = p.x;
+        const Sequence& s = work.sequence;
+        const int row = work.first + int(warpgroup) * 64;
+        int first, last;
+        if (OF_KEYS) {
+            first = x.window_right < 0 ? 0 : row - x.window_right - s.offset;
+            last = x.window_left < 0 ? s.queries : row + 64 + x.window_left - s.offset;
+            if (row >= s.keys) last = first;
+        } else {
+            first = s.first_seen(x, row), last = s.last_seen(x, min(row + 64, s.queries) - 1);
+            if (row >= s.queries) last = first;
+        }
+        if (thread == 0) columns[warpgroup] = make_int2(first, last);
+        named_barrier(CLEARED + warpgroup, 128);
+    }
+
+    // Whether a step has any of these columns.
+    __device__ __forceinline__ bool has_columns(int first_of_step) const {
+        int first, last;
+        asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];"
+                     : "=r"(first), "=r"(last)
+                     : "r"(shared_address(columns + warpgroup))
+                     : "memory");
+        return first_of_step < last && first_of_step + int(STEP) > first;
     }
 
     // Products, and gradients of probabilities, to probabilities and gradients of scores.
@@ -320,9 +351,10 @@ struct Consumer {
             for (int h = 0; h < 2; ++h) {
                 const i64 at = s.batch_of_q * p.lse_batch + work.head * p.lse_head + s.first_query +
                                min(row(h), s.queries - 1);
-                lse2[h] = p.lse2[at], dots[h] = p.dots[at];
+                lse2[h] = __ldcg(p.lse2 + at), dots[h] = __ldcg(p.dots + at);
             }
         }
+        find_columns();
         mbarrier_wait(shared.own, 0);
 
         Ring<STAGES> ring;
@@ -335,6 +367,11 @@ struct Consumer {
             const u32 head_tile = shared.ring + ring.stage * STAGE_BYTES;
             const u32 values_tile = head_tile + StepHead::bytes;
             mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
+            if (!has_columns(first_of_step)) {  // it would add zeros
+                warp_arrive(shared.empty + ring.stage * 8);
+                ring.step();
+                continue;
+            }
             const int exist = (OF_KEYS ? s.queries : s.keys) - first_of_step;
             if (first_of_step < 0 || exist < int(STEP)) {  // each warpgroup does so for itself
                 clear<StepHead>(head_tile, -first_of_step, exist, thread);
@@ -406,15 +443,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         mbarrier_init_fence();
     }
     __syncthreads();
-    griddepcontrol_wait();
+    // The kernel of dQ needs nothing of that before it, of dK and dV, which has waited for D. So its blocks take
+    // the room that the last ones of that leave. One block waits for the end of both, for what comes behind.
+    const bool waits = !OF_KEYS && blockIdx.x == gridDim.x - 1;
+    if (OF_KEYS) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const Work work(p);
-    if (work.steps == 0) return;
+    if (work.steps == 0) {
+        if (waits) griddepcontrol_wait();
+        return;
+    }
 
     // Read from one lane: then the compiler knows it, and all addresses made of it, to be uniform in a warp.
     const u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup == WARPGROUPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (waits && threadIdx.x >= THREADS - 32) griddepcontrol_wait();  // a warp without other work
         producer(shared, p, work);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();

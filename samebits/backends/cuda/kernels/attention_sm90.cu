@@ -1,4 +1,5 @@
-// Attention on Hopper, forward: O = softmax(Q K^T) V, as docs/contract.md, "Attention", has it, without masks.
+// Attention on Hopper, forward: O = softmax(Q K^T) V, as docs/contract.md, "Attention", has it, without windows
+// under masks.
 //
 // A block takes a tile of queries, of one head or of all heads that share one of k and v, and goes over the
 // keys that they may see, 128 at a time. Blocks of the grid stay, and take several tiles, one after another.
@@ -29,6 +30,10 @@
 // Pages (PAGED): a tile comes in boxes of lines that lie in one page, and those past the end of a sequence are
 // not read. The producer's lanes look up the pages of the tile after next.
 //
+// Masks (MASK): a tile is taken in runs of rows (attention_mask.cuh), mostly one. Keys are counted among those that
+// the run's last row shows. Where these have no gaps, tiles come by TMA, from any line on; else the producer lists
+// them, and gathers their lines. A row's own count tells what it sees; only float masks are read again, and added.
+//
 // The results of a segment are merged with those of the segments before it. These stay in registers, or in
 // shared memory, each value by the thread that has it, where values are long.
 //
@@ -39,27 +44,41 @@
 //   SOFTCAP         1: scores are capped
 //   WARPGROUPS      consumer warpgroups: 1, 2 or 3
 //   FEW             1: tiles have at most 8 rows, so that no thread has a second one
+//   RESIDENT        blocks that shall be on a multiprocessor: 1, or 2 if FEW
 //   STAGES          stages of the ring, 3 or more
 //   SPLIT           1: segments go to scratch; 0: to `out`
 //   PAGED           1: keys and values lie in pages, and `key_start` is null
+//   MASK            NONE, BOOLEAN, F32, BF16 or F16; not NONE: there are no windows, pages and packed sequences
 
-#if !defined(INPUT_F16) || !defined(SOFTCAP) || !defined(SPLIT) || !defined(FEW) || !defined(PAGED)
+#if !defined(INPUT_F16) || !defined(SOFTCAP) || !defined(SPLIT) || !defined(FEW) || !defined(PAGED) || \
+    !defined(MASK)
 #error "all macros are needed: #if takes a missing macro for 0"
 #endif
 #define HARDWARE_EXP2 1
 
+#include "attention_mask.cuh"
 #include "attention_sm90.cuh"
+#include "ptx_sm80.cuh"
 
 static_assert(HEAD % 16 == 0 && HEAD <= 128 && VALUES % 16 == 0 && VALUES <= 128 && STAGES >= 3);
-static_assert(WARPGROUPS >= 1 && WARPGROUPS <= 3);
+static_assert(WARPGROUPS >= 1 && WARPGROUPS <= 3 &&
+              (RESIDENT == 1 || (RESIDENT == 2 && FEW && WARPGROUPS == 1)));
 constexpr u32 CONSUMERS = WARPGROUPS * 128, ROWS = WARPGROUPS * 64, THREADS = CONSUMERS + 128;
-constexpr u32 PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 56;
-constexpr u32 CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 224;
-constexpr bool TOTAL_IN_REGISTERS = VALUES <= 64 && WARPGROUPS < 3;
-constexpr u32 TOTAL_BYTES = SPLIT || TOTAL_IN_REGISTERS ? 0 : ROWS * VALUES * 4;
+constexpr u32 PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : MASKED ? 72 : 56;
+constexpr u32 CONSUMER_REGISTERS = RESIDENT == 2     ? 256 - PRODUCER_REGISTERS
+                                   : WARPGROUPS == 3 ? 160
+                                   : !MASKED         ? 224
+                                   : WARPGROUPS == 2 ? 216
+                                                     : 240;
+constexpr bool TOTAL_IN_REGISTERS = VALUES <= 64 && WARPGROUPS < 3 && !FLOAT_MASK;
+constexpr u32 KEEPERS = FEW ? 32 : CONSUMERS;  // threads that have rows with queries
+constexpr u32 TOTAL_BYTES = SPLIT || TOTAL_IN_REGISTERS ? 0 : KEEPERS * VALUES * 2;
+// Whether consumers give queries back before the arithmetic of their last scores, if registers allow.
+constexpr bool LEAVES_EARLY = WARPGROUPS < 3;
 constexpr u32 ORDER = 1, CLEARED = ORDER + WARPGROUPS;  // named barriers; 0 is __syncthreads
 
-using QTile = Tile<false, false, ROWS, HEAD, 1>;
+// If FEW, products read lines behind these: whatever lies there, as the rows are nobody's.
+using QTile = Tile<false, false, FEW ? 8 : ROWS, HEAD, 1>;
 using KTile = Tile<false, false, KEYS, HEAD, 1>;
 using VTile = Tile<true, false, VALUES, KEYS, 1>;
 constexpr u32 STAGE_BYTES = KTile::bytes > VTile::bytes ? KTile::bytes : VTile::bytes;
@@ -83,6 +102,11 @@ struct Params {
     int shared;    // bits 0 to 5: q, k, v have one matrix for all of the batch; for all heads
     int box;       // lines of a page that one copy brings, if PAGED: 8, 16, 32, 64 or 128
     Problem x;
+#if MASK != NONE
+    Rows rows;
+    const Stored *k_lines, *v_lines;  // k and v
+    Strides k_strides, v_strides;
+#endif
 };
 
 // What the producer tells consumers of a tile.
@@ -91,10 +115,22 @@ struct Ticket {
     int head;         // the first one's
     int first_query;  // in the sequence; negative: there are no more tiles
     int first, end;   // blocks of keys
+#if MASK != NONE
+    int rows, keys;  // queries of the run; keys that its last one shows
+    i64 last_row;    // that one, in Rows
+#endif
 };
 
 // Of the next tile, of this one, and of that which some consumers still store.
 __shared__ Ticket tickets[3];
+
+#if MASK != NONE
+// Blocks are counted over all tiles that a block of the grid takes. Consumers need a block's keys while the producer
+// lists those of blocks up to four later.
+constexpr int LISTED = 8;
+__shared__ KeysInBlocks<LISTED> shown;
+__shared__ int first_keys[LISTED];  // of a block whose keys have no gaps; -1: they are listed in `shown`
+#endif
 
 __device__ __forceinline__ u32 slot_after(u32 slot) { return slot == 2 ? 0 : slot + 1; }
 
@@ -113,8 +149,9 @@ struct SharedStorage {
     }
 };
 
-// Fills the ticket of tile `index`; false if there is no such tile. All lanes of a warp do so together.
-__device__ __forceinline__ bool find(const Params& p, int index, Ticket& to) {
+// Fills the ticket of tile `index`; false if there is no such tile. All lanes of a warp do so together. `offset`: of
+// the run in the tile; it becomes that of the next one, or 0.
+__device__ __forceinline__ bool find(const Params& p, int index, int& offset, Ticket& to) {
     const Problem& x = p.x;
     Ticket ticket;
     const int all_heads = x.heads * x.group / p.members;
@@ -139,13 +176,26 @@ __device__ __forceinline__ bool find(const Params& p, int index, Ticket& to) {
     const Sequence sequence(x, place.batch);
     const int first_query = place.tile * p.height;
     if (first_query >= sequence.queries) return false;
+    const int end_query = min(first_query + p.height, sequence.queries);
     ticket.sequence = sequence;
+#if MASK == NONE
     ticket.first_query = first_query;
     ticket.first = sequence.first_seen(x, first_query) / KEYS;
-    ticket.end = (sequence.last_seen(x, min(first_query + p.height, sequence.queries) - 1) + KEYS - 1) / KEYS;
+    ticket.end = (sequence.last_seen(x, end_query - 1) + KEYS - 1) / KEYS;
+#else
+    const int run = first_query + offset;
+    const int run_end = p.rows.query_run_end(x, place.batch, ticket.head, run, end_query);
+    offset = run_end < end_query ? run_end - first_query : 0;
+    ticket.first_query = run;
+    ticket.rows = run_end - run;
+    ticket.last_row = p.rows.row(x, place.batch, ticket.head, run_end - 1);
+    ticket.keys = p.rows.count(ticket.last_row);
+    ticket.first = 0;
+    ticket.end = (ticket.keys + KEYS - 1) / KEYS;
+#endif
     if (SPLIT) {
         int first = 0, segments = p.share;
-        if (PAGED) {  // tables are as wide as the longest sequence may become
+        if (PAGED || MASKED) {  // tables are as wide as the longest sequence may become, and masks, too
             first = ticket.first / BLOCKS;
             segments = ((ticket.end + BLOCKS - 1) / BLOCKS - first + p.shares - 1) / p.shares;
         }
@@ -183,25 +233,30 @@ __device__ __forceinline__ void load_queries(const SharedStorage& shared, const 
                  one_for(p, 0) ? 0 : int(ticket.sequence.batch_of_q));
 }
 
-// Loads the tile of a ticket: its queries, and keys and values as consumers read them. One thread does so.
+// Loads the tile of a ticket: its queries, and keys and values as consumers read them. One thread does so. The first
+// keys do not wait for the queries of the tile before to be read.
 __device__ __forceinline__ void load(const SharedStorage& shared, const Params& p, const Ticket& ticket,
-                                     Ring<STAGES>& ring) {
-    load_queries(shared, p, ticket);
+                                     Ring<STAGES>& ring, u32 parity) {
     const int head = ticket.head / p.x.group, batch = int(ticket.sequence.batch_of_k);
     const int end = ticket.sequence.first_key + ticket.end * KEYS;
     int k_line = ticket.sequence.first_key + ticket.first * KEYS, v_line = k_line;
     // K0, K1, V0, K2, V1, ...: keys keep ahead by a tile.
-    for (int ahead = 0; v_line < end; ring.step()) {
+    for (bool queries = false;; ring.step()) {
+        if (!queries && (k_line > v_line || v_line >= end)) {
+            queries = true;
+            mbarrier_wait(shared.q_empty, parity);
+            load_queries(shared, p, ticket);
+        }
+        if (v_line >= end) break;
         const u32 full = shared.full + ring.stage * 8, to = shared.ring + ring.stage * STAGE_BYTES;
         mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-        if (ahead < 2 && k_line < end) {
+        if (k_line - v_line < 2 * KEYS && k_line < end) {
             mbarrier_arrive_expect_tx(full, KTile::bytes);
             KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
                 tma_load(to + offset, p.k, full, column, k_line, one_for(p, 4) ? 0 : head,
                          one_for(p, 1) ? 0 : batch);
             });
             k_line += KEYS;
-            ++ahead;
         } else {
             mbarrier_arrive_expect_tx(full, VTile::bytes);
             VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
@@ -209,7 +264,6 @@ __device__ __forceinline__ void load(const SharedStorage& shared, const Params& 
                          one_for(p, 2) ? 0 : batch);
             });
             v_line += KEYS;
-            --ahead;
         }
     }
 }
@@ -274,23 +328,150 @@ __device__ __forceinline__ void load_pages(const SharedStorage& shared, const Pa
     }
 }
 
+#if MASK != NONE
+// Copies lines of a tile of keys or of values, `size` elements each: those at `position` on of the list, `count` of
+// them; others are zeros. All lanes of a warp do so together.
+template <typename Tile, int columns>
+__device__ __forceinline__ void gather(u32 to, const Stored* from, i64 stride, int size, int position,
+                                       int count) {
+    constexpr int chunks = columns / 8, of_line = Tile::line_bytes / 16;
+    const int lane = threadIdx.x % 32;
+    const auto copy = [&](int line, int chunk) {
+        const u32 at = chunk / of_line * Tile::column_bytes + line * Tile::line_bytes + chunk % of_line * 16;
+        const bool exists = line < count && chunk * 8 < size;
+        const i64 place = exists ? shown.at(position + line) * stride : 0;
+        cp_async_16(to + (at ^ (at >> 7 & of_line - 1) << 4), from + chunk * 8 + place, exists ? 16 : 0);
+    };
+    if constexpr (32 % chunks == 0) {  // a lane has the same chunk of every line
+#pragma unroll 8
+        for (int i = 0; i < KEYS * chunks / 32; ++i) copy(i * (32 / chunks) + lane / chunks, lane % chunks);
+    } else {
+#pragma unroll 1
+        for (int i = lane; i < KEYS * chunks; i += 32) copy(i / chunks, i % chunks);
+    }
+    cp_async_commit();
+}
+
+// A stage that was gathered, and is not whole yet. Its lines are ordinary writes, until they are fenced.
+struct Gathered {
+    u32 full = 0;  // its barrier; none: 0
+
+    template <int pending>
+    __device__ __forceinline__ void finish() {
+        if (!full) return;
+        cp_async_wait<pending>();
+        fence_async_proxy();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
+        full = 0;
+    }
+};
+
+// The same of what a mask shows; `listed`: blocks of all tiles before. All lanes of a warp do so together.
+__device__ __forceinline__ void load_shown(const SharedStorage& shared, const Params& p, const Ticket& ticket,
+                                           Ring<STAGES>& ring, u32 parity, int& listed) {
+    __syncwarp();  // the ticket is there
+    const Problem& x = p.x;
+    const Sequence& s = ticket.sequence;
+    const bool first_lane = threadIdx.x % 32 == 0;
+    if (first_lane) {
+        mbarrier_wait(shared.q_empty, parity);
+        load_queries(shared, p, ticket);
+    }
+    const int head = ticket.head / x.group, batch = int(s.batch_of_k), end = ticket.end, keys = ticket.keys;
+    const int* const begins = p.rows.begins + ticket.last_row * p.rows.segments;
+    int k_block = ticket.first, v_block = k_block;
+    int begin = 0;       // the first key of the segment with the next block of keys
+    bool whole = false;  // whether it has no gaps
+    Gathered gathered;
+    // K0, K1, V0, K2, V1, ...: keys keep ahead by a tile.
+    for (; v_block < end; ring.step()) {
+        const bool of_keys = k_block - v_block < 2 && k_block < end;
+        const int block = of_keys ? k_block++ : v_block++;
+        const int number = listed + block - ticket.first, count = min(KEYS, keys - block * KEYS);
+        int first = first_keys[number % LISTED];
+        if (of_keys) {
+            if (block % BLOCKS == 0) {
+                const int segment = block / BLOCKS, in_it = min(SEGMENT_KEYS, keys - segment * SEGMENT_KEYS);
+                begin = begins[segment];
+                const bool is_last = keys <= (segment + 1) * SEGMENT_KEYS;
+                whole = begins[is_last ? p.rows.segments - 1 : segment + 1] - begin == in_it;
+                if (!whole)
+                    shown.start(s.mask_row(x, ticket.first_query + ticket.rows - 1, ticket.head), s.keys,
+                                begin, number * KEYS);
+            }
+            first = whole ? begin + block % BLOCKS * KEYS : -1;
+            __syncwarp();
+            if (first_lane) first_keys[number % LISTED] = first;
+            __syncwarp();
+        }
+        const u32 full = shared.full + ring.stage * 8, empty = shared.empty + ring.stage * 8;
+        const u32 to = shared.ring + ring.stage * STAGE_BYTES;
+        if (first >= 0) {
+            gathered.finish<0>();
+            if (first_lane) {
+                mbarrier_wait(empty, ring.parity ^ 1);
+                mbarrier_arrive_expect_tx(full, of_keys ? KTile::bytes : VTile::bytes);
+                const int line = s.first_key + first;
+                if (of_keys)
+                    KTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                        tma_load(to + offset, p.k, full, column, line, one_for(p, 4) ? 0 : head,
+                                 one_for(p, 1) ? 0 : batch);
+                    });
+                else
+                    VTile::for_each_box(0, 0, 0, [&](u32 offset, int column, int, int) {
+                        tma_load(to + offset, p.v, full, column, line, one_for(p, 5) ? 0 : head,
+                                 one_for(p, 2) ? 0 : batch);
+                    });
+            }
+            __syncwarp();
+            continue;
+        }
+        if (of_keys) shown.find(x, number * KEYS + count);
+        if (!__all_sync(0xFFFFFFFF, mbarrier_test_wait(empty, ring.parity ^ 1))) {
+            gathered.finish<0>();  // consumers may wait for it before they leave this stage
+            mbarrier_wait(empty, ring.parity ^ 1);
+        }
+        const Strides& strides = of_keys ? p.k_strides : p.v_strides;
+        const Stored* from = (of_keys ? p.k_lines : p.v_lines) + batch * strides.batch + head * strides.head +
+                             s.first_key * strides.token;
+        if (of_keys)
+            gather<KTile, HEAD>(to, from, strides.token, x.head, number * KEYS, count);
+        else
+            gather<VTile, VALUES>(to, from, strides.token, x.values, number * KEYS, count);
+        gathered.finish<1>();
+        gathered.full = full;
+    }
+    gathered.finish<0>();
+    listed += end - ticket.first;
+}
+#endif
+
 __device__ __forceinline__ void producer(const SharedStorage& shared, const Params& p) {
     const int count = p.tiles * p.heads * (SPLIT ? p.shares : 1);
     Ring<STAGES> ring;
     u32 parity = 1, slot = 0;
     bool more = true;
-    for (int round = 0; more; ++round) {
-        const int index = tile_of(p, round);
-        more = p.next ? index < count : round * int(gridDim.x) < count;
+    int offset = 0, index = 0, listed = 0;
+    for (int round = 0; more;) {
+        if (offset == 0) {
+            index = tile_of(p, round);
+            more = p.next ? index < count : round * int(gridDim.x) < count;
+            ++round;
+        }
         Ticket& ticket = tickets[slot];
-        if (more && (index >= count || !find(p, index, ticket))) continue;
+        if (more && (index >= count || !find(p, index, offset, ticket))) continue;
         if (PAGED && more) {
             load_pages(shared, p, ticket, ring, parity);
+        } else if (MASKED && more) {
+#if MASK != NONE
+            load_shown(shared, p, ticket, ring, parity, listed);
+#endif
         } else if (threadIdx.x % 32 == 0) {
-            mbarrier_wait(shared.q_empty, parity);
             if (more) {
-                load(shared, p, ticket, ring);
+                load(shared, p, ticket, ring, parity);
             } else {
+                mbarrier_wait(shared.q_empty, parity);
                 ticket.first_query = -1;
                 mbarrier_arrive(shared.q_full);
             }
@@ -329,20 +510,130 @@ struct Row {
         const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h;
         const int down = p.members == 1 ? row : row / p.members, last_query = ticket.sequence.queries - 1;
         head = ticket.head + row - down * p.members;
-        query = min(ticket.first_query + min(down, p.height - 1), last_query);
-        exists = down < p.height && ticket.first_query + down <= last_query;
+#if MASK == NONE
+        const int rows = p.height;
+#else
+        const int rows = ticket.rows;
+#endif
+        query = min(ticket.first_query + min(down, rows - 1), last_query);
+        exists = down < rows && ticket.first_query + down <= last_query;
     }
 };
 
 // The keys that all rows of a warp see.
 struct Seen {
     int first, last;
+#if MASK == NONE
+    struct Biases {};
+    __device__ __forceinline__ void load(Biases&, const Params&, const Ticket&, int, int) const {}
 
     __device__ __forceinline__ Seen(const Params& p, const Ticket& ticket) {
         const Row upper(p, ticket, 0), lower(p, ticket, 1);
         first = __shfl_sync(0xFFFFFFFF, ticket.sequence.first_seen(p.x, lower.query), 31);
         last = __shfl_sync(0xFFFFFFFF, ticket.sequence.last_seen(p.x, upper.query), 0);
     }
+#else
+    int count[2];                 // what each row of a thread sees
+    const Mask::Stored* mask[2];  // where its row of the mask begins
+    bool adds;                    // whether a float mask adds anything but zeros to scores of the warp's rows
+
+    __device__ __forceinline__ Seen(const Params& p, const Ticket& ticket) {
+        const Sequence& s = ticket.sequence;
+        first = 0;
+        bool any = false;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const Row row(p, ticket, h);
+            const i64 of_row = p.rows.row(p.x, s.batch, row.head, row.query);
+            count[h] = p.rows.count(of_row);
+            if (FLOAT_MASK) any = any || p.rows.adds(of_row);
+            mask[h] = static_cast<const Mask::Stored*>(p.x.mask);
+            if (FLOAT_MASK) mask[h] += s.mask_row(p.x, row.query, row.head);
+        }
+        last = __reduce_min_sync(0xFFFFFFFF, min(count[0], count[1]));
+        if (FLOAT_MASK) adds = __any_sync(0xFFFFFFFF, any);
+    }
+
+    // What a float mask adds to a row's scores of a block, as stored. All lanes of a warp do so together: a lane brings
+    // eight keys of 32 by `load`, and has its two of each eight after `settle`.
+    struct Bias {
+        static constexpr int SIZE = sizeof(Mask::Stored);
+        u32 words[KEYS / 4 * SIZE / 4];
+        bool wide;
+
+        __device__ __forceinline__ void load(const Seen& seen, const Params& p, const Ticket& ticket, int h,
+                                             int block, int number) {
+            const int lane = threadIdx.x % 4, first_key = first_keys[number % LISTED];
+            const Mask::Stored* const from = seen.mask[h] + i64(first_key) * p.x.mask_key;
+            wide = __all_sync(0xFFFFFFFF, first_key >= 0 && p.x.mask_key == 1 &&
+                                              first_key + KEYS <= ticket.sequence.keys &&
+                                              reinterpret_cast<unsigned long long>(from) % 16 == 0);
+            if (wide) {
+#pragma unroll
+                for (int u = 0; u < KEYS / 8; u += 4)
+#pragma unroll
+                    for (int i = 0; i < SIZE / 2; ++i) {
+                        const uint4 x = reinterpret_cast<const uint4*>(from + (u + lane) * 8)[i];
+                        u32* const to = words + u * SIZE / 2 + i * 4;
+                        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+                    }
+                return;
+            }
+#pragma unroll
+            for (int i = 0; i < KEYS / 4; ++i) {
+                const int column = i / 2 * 8 + lane * 2 + i % 2;
+                u32 bits = 0;
+                if (block * KEYS + column < seen.count[h]) {
+                    const int key = first_key < 0 ? shown.at(number * KEYS + column) : first_key + column;
+                    bits = bits_of(seen.mask[h][key * p.x.mask_key]);
+                }
+                if (SIZE == 4 || i % 2 == 0)
+                    words[i * SIZE / 4] = bits;
+                else
+                    words[i / 2] |= bits << 16;
+            }
+        }
+        __device__ __forceinline__ void settle() {
+            if (!wide) return;
+#pragma unroll
+            for (int u = 0; u < KEYS / 8 * SIZE / 2; u += 2 * SIZE) {
+                u32 first[4], second[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    first[i] = words[u + i * SIZE / 2], second[i] = words[u + (i * SIZE + 1) / 2];
+                transpose(first);
+                if (SIZE == 4) transpose(second);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    words[u + i * SIZE / 2] = first[i];
+                    if (SIZE == 4) words[u + i * 2 + 1] = second[i];
+                }
+            }
+        }
+        __device__ __forceinline__ float at(int i) const {
+            float x;
+            if constexpr (SIZE == 2)
+                x = Mask::widen(u16(words[i / 2] >> i % 2 * 16));
+            else
+                x = __uint_as_float(words[i]);
+            return __fmul_rn(x, contract::LOG2E);
+        }
+
+      private:
+        static __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
+        static __device__ __forceinline__ u32 bits_of(u16 x) { return x; }
+    };
+    // Rows whose biases are brought while their scores are multiplied, as far as registers hold them.
+    static constexpr int AHEAD = FLOAT_MASK && (Bias::SIZE == 2 || VALUES <= 64) ? 1 : 0;
+    using Biases = Bias[AHEAD > 0 ? AHEAD : 1];
+
+    __device__ __forceinline__ void load(Biases& biases, const Params& p, const Ticket& ticket, int block,
+                                         int number) const {
+        if (!adds) return;
+#pragma unroll
+        for (int h = 0; h < AHEAD; ++h) biases[h].load(*this, p, ticket, h, block, number);
+    }
+#endif
 };
 
 // The softmax of the current segment.
@@ -355,9 +646,9 @@ struct Softmax {
         for (int h = 0; h < 2; ++h) n[h] = -INF, l[h][0] = l[h][1] = 0.0f;
     }
 
-    // Products of a block to probabilities.
+    // Products of a block to probabilities. `number`: see LISTED.
     __device__ __forceinline__ void add(float (&s)[KEYS / 2], const Params& p, const Ticket& ticket,
-                                        const Seen& by_all, int block) {
+                                        const Seen& by_all, int block, int number, Seen::Biases& biases) {
         const Problem& x = p.x;
         if (SOFTCAP)
 #pragma unroll
@@ -366,16 +657,48 @@ struct Softmax {
             const int column = block * KEYS + threadIdx.x % 4 * 2;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
+#if MASK == NONE
                 const int query = Row(p, ticket, h).query;
                 const u32 visible = columns_below(ticket.sequence.last_seen(x, query) - column) &
                                     ~columns_below(ticket.sequence.first_seen(x, query) - column);
+#else
+                const u32 visible = columns_below(by_all.count[h] - column);
+#endif
 #pragma unroll
                 for (int i = 0; i < KEYS / 4; ++i)
                     if (!(visible >> i & 1)) s[i / 2 * 4 + 2 * h + i % 2] = -INF;
             }
         }
-        float shift[2];
         scale[1] = 1.0f;
+#if MASK != NONE
+        if (FLOAT_MASK && by_all.adds) {
+#pragma unroll
+            for (int h = 0; h < (FEW ? 1 : 2); ++h) {
+                Seen::Bias& bias = biases[h < Seen::AHEAD ? h : 0];
+                if (h >= Seen::AHEAD) bias.load(by_all, p, ticket, h, block, number);
+                bias.settle();
+                float m = -INF;
+#pragma unroll
+                for (int i = 0; i < KEYS / 4; ++i)
+                    m = fmaxf(m, __fmaf_rn(s[i / 2 * 4 + 2 * h + i % 2], x.c, bias.at(i)));
+                m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 1));
+                m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 2));
+                const float shift = raise(h, m);
+#pragma unroll
+                for (int i = 0; i < KEYS / 4; ++i) {
+                    float& own = s[i / 2 * 4 + 2 * h + i % 2];
+                    own = scores::exp2(__fmaf_rn(own, x.c, __fsub_rn(bias.at(i), shift)));
+                    add_weight(i / 2, h, i % 2, own);
+                }
+            }
+            if (FEW)
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; ++i)
+                    if (i / 2 % 2) s[i] = 0.0f;
+            return;
+        }
+#endif
+        float shift[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (FEW && h == 1) break;
@@ -384,10 +707,7 @@ struct Softmax {
             for (int u = 1; u < KEYS / 8; ++u) m = fmaxf(m, fmaxf(s[u * 4 + 2 * h], s[u * 4 + 2 * h + 1]));
             m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 1));
             m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 2));
-            const float larger = fmaxf(n[h], ceilf(__fmul_rn(m, x.c)));
-            shift[h] = contract::shift_of(larger);
-            scale[h] = scores::exp2(__fsub_rn(n[h], shift[h]));
-            n[h] = larger;
+            shift[h] = raise(h, __fmul_rn(m, x.c));
         }
 #pragma unroll
         for (int i = 0; i < KEYS / 2; ++i) {
@@ -397,9 +717,22 @@ struct Softmax {
                 continue;
             }
             s[i] = scores::exp2(__fmaf_rn(s[i], x.c, -shift[h]));
-            float& sum = l[h][i % 2];
-            sum = i < 4 ? __fmaf_rn(sum, scale[h], s[i]) : __fadd_rn(sum, s[i]);
+            add_weight(i / 4, h, i % 2, s[i]);
         }
+    }
+
+    // Raises n of row h to the maximum of its scores in a block. Returns what they are shifted by.
+    __device__ __forceinline__ float raise(int h, float maximum) {
+        const float larger = fmaxf(n[h], ceilf(maximum)), shift = contract::shift_of(larger);
+        scale[h] = scores::exp2(__fsub_rn(n[h], shift));
+        n[h] = larger;
+        return shift;
+    }
+
+    // Adds row h's weight e of the two in a thread's eight.
+    __device__ __forceinline__ void add_weight(int eight, int h, int e, float weight) {
+        float& sum = l[h][e];
+        sum = eight == 0 ? __fmaf_rn(sum, scale[h], weight) : __fadd_rn(sum, weight);
     }
 
     // All eight partial sums of a row.
@@ -435,7 +768,7 @@ struct Total {
                 if constexpr (TOTAL_IN_REGISTERS) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) of_total[e] = held[i + e];
-                } else {
+                } else if (!FEW || threadIdx.x < KEEPERS) {
                     load(of_total, i);
                 }
             }
@@ -451,8 +784,8 @@ struct Total {
             if constexpr (TOTAL_IN_REGISTERS) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) held[i + e] = o[i + e];
-            } else {
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(memory + i * (CONSUMERS * 4)),
+            } else if (!FEW || threadIdx.x < KEEPERS) {
+                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(memory + i * (KEEPERS * 4)),
                              "f"(o[i]), "f"(o[i + 1]), "f"(o[i + 2]), "f"(o[i + 3])
                              : "memory");
             }
@@ -464,7 +797,7 @@ struct Total {
     __device__ __forceinline__ void load(float (&x)[4], int i) const {
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                     : "r"(memory + i * (CONSUMERS * 4))
+                     : "r"(memory + i * (KEEPERS * 4))
                      : "memory");
     }
 };
@@ -560,6 +893,7 @@ struct Consumer {
     const SharedStorage& shared;
     u32 warpgroup, thread;
     Ring<STAGES> ring;
+    int listed = 0;  // blocks of all tickets before: see LISTED
 
     __device__ __forceinline__ u32 wait() const {
         mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
@@ -583,6 +917,7 @@ struct Consumer {
         const Seen seen(p, ticket);
         float s[KEYS / 2];
         u32 probabilities[KEYS / 16][4];
+        Seen::Biases biases;
         Softmax segment;
         segment.start();
 
@@ -590,11 +925,13 @@ struct Consumer {
         wgmma_fence();
         multiply(s, q, first_keys);
         wgmma_commit();
+        seen.load(biases, p, ticket, first, listed);
         wgmma_wait<0>();
         pin(s);
         release(ring.stage);
         ring.step();
-        segment.add(s, p, ticket, seen, first);
+        if (LEAVES_EARLY && first + 1 == end) warp_arrive(shared.q_empty);
+        segment.add(s, p, ticket, seen, first, listed, biases);
         pack(probabilities, s);
 
         bool start = true;  // o has nothing of the segment
@@ -613,15 +950,17 @@ struct Consumer {
             multiply(o, probabilities, v, start);
             wgmma_commit();
             pass_turn();
+            seen.load(biases, p, ticket, block, listed + block - first);
             wgmma_wait<1>();
             pin(s);
             release(k_stage);
+            if (LEAVES_EARLY && block + 1 == end) warp_arrive(shared.q_empty);
             start = block % BLOCKS == 0;
             if (start) {
                 total.add(segment);
                 segment.start();
             }
-            segment.add(s, p, ticket, seen, block);
+            segment.add(s, p, ticket, seen, block, listed + block - first, biases);
             pin(s);
             // The wait is in each branch, as ptxas would move it before the arithmetic above.
             if (start) {
@@ -641,10 +980,15 @@ struct Consumer {
             release(v_stage);
             pack(probabilities, s);
         }
-        warp_arrive(shared.q_empty);
+        if (!LEAVES_EARLY) warp_arrive(shared.q_empty);
 
         const u32 v = wait();
-        const int valid = ticket.sequence.keys - (end - 1) * KEYS;
+#if MASK == NONE
+        const int keys = ticket.sequence.keys;
+#else
+        const int keys = ticket.keys;
+#endif
+        const int valid = keys - (end - 1) * KEYS;
         if (valid <
             KEYS) {  // what lies behind may be another sequence's: each warpgroup clears it for itself
             VTile::clear(v, valid, KEYS, thread, 128);
@@ -663,6 +1007,7 @@ struct Consumer {
         ring.step();
         total.merge(o);
         if (SPLIT) Output{p, ticket}.store_segment(end - 1, o, total);
+        listed += end - first;
     }
 
     // Merges the segment with a block, or writes it.
@@ -705,7 +1050,8 @@ __device__ __forceinline__ void check_offsets(const Problem& x) {
     if (!good) asm volatile("trap;");  // a call would serialise wgmma (C7510)
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_sm90(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    attention_sm90(const __grid_constant__ Params p) {
     extern __shared__ unsigned char raw[];
     const SharedStorage shared(raw);
     if (threadIdx.x == CONSUMERS) {

@@ -26,17 +26,22 @@ __device__ __forceinline__ float bias_at(const Problem& x, i64 at) {
     return __fmul_rn(Mask::widen(static_cast<const Mask::Stored*>(x.mask)[at]), contract::LOG2E);
 }
 
+// Whether a float mask shows a key to which it adds `b`.
+__device__ __forceinline__ bool shows(float b) { return !(__fmul_rn(b, contract::LOG2E) <= HIDES); }
+
 __device__ __forceinline__ bool shows(const Problem& x, i64 at) {
-    if constexpr (FLOAT_MASK) return !(bias_at(x, at) <= HIDES);
+    if constexpr (FLOAT_MASK) return shows(Mask::widen(static_cast<const Mask::Stored*>(x.mask)[at]));
     return static_cast<const unsigned char*>(x.mask)[at] != 0;
 }
 
 // What attention_mask.cu has found.
 struct Rows {
     const int2* found;  // [batch, heads, queries]: keys shown, ~ if a run begins here; see attention_mask.cu
-    const int* begins;  // [batch, heads, queries, segments]: the key with which each segment begins
-    int heads;          // of q, or 1 if the mask is the same for all
-    int segments;
+    // [batch, heads, queries, segments]: the key with which each segment begins; at last
+    // whether the row adds anything but zeros to a score, and the end
+    const int* begins;
+    int heads;     // of q, or 1 if the mask is the same for all
+    int segments;  // and two
 
     __device__ __forceinline__ i64 row(const Problem& x, int batch, int head, int query) const {
         return (i64(batch) * heads + (heads > 1 ? head : 0)) * x.queries + query;
@@ -45,11 +50,23 @@ struct Rows {
         const int n = found[row].x;
         return n < 0 ? ~n : n;
     }
+    __device__ __forceinline__ bool adds(i64 row) const { return begins[row * segments + segments - 2]; }
     // The last segment that begins no later than with this key.
     __device__ __forceinline__ int segment_of(i64 row, int count, int key) const {
         int segment = 0;
         while ((segment + 1) * SEGMENT_KEYS < count && begins[row * segments + segment + 1] <= key) ++segment;
         return segment;
+    }
+    // The query behind those of the run that begins at `query`, of a tile of one head (or of any, if they have one
+    // mask) that ends before `end`.
+    __device__ __forceinline__ int query_run_end(const Problem& x, int batch, int head, int query,
+                                                 int end) const {
+        for (int first = query + 1; first < end; first += 32) {
+            const int i = first + threadIdx.x % 32;
+            const u32 begins = __ballot_sync(0xFFFFFFFF, i < end && found[row(x, batch, head, i)].x < 0);
+            if (begins) return first + __ffs(begins) - 1;
+        }
+        return end;
     }
     // The row behind those of the run that begins at `row`, of a tile that ends before `end`. `head`: that of k.
     __device__ __forceinline__ int run_end(const Problem& x, int batch, int head, int row, int end) const {
@@ -65,8 +82,9 @@ struct Rows {
 };
 
 // The keys that a row shows, by their positions, in shared memory. A warp finds them ahead of their use.
-struct ShownKeys {
-    static constexpr int COUNT = 4 * KEYS;  // that are held
+template <int blocks>
+struct KeysInBlocks {
+    static constexpr int COUNT = blocks * KEYS;  // that are held
 
     int held[COUNT];
     i64 row;   // of the mask
@@ -80,7 +98,7 @@ struct ShownKeys {
     // Goes to the `position` that key `next` has.
     __device__ __forceinline__ void start(i64 row_, int keys_, int next_, int position) {
         __syncwarp();
-        if (threadIdx.x == 0) row = row_, keys = keys_, next = next_, found = position;
+        if (threadIdx.x % 32 == 0) row = row_, keys = keys_, next = next_, found = position;
         __syncwarp();
     }
 
@@ -109,3 +127,5 @@ struct ShownKeys {
         __syncwarp();
     }
 };
+
+using ShownKeys = KeysInBlocks<4>;
