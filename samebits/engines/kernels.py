@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import precompile, runtime
+from samebits.contract import Contract
 from samebits.ops.fp8_weights import linear_of_groups
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
@@ -36,13 +37,16 @@ def row_counts(most: int) -> list[int]:
 
 
 def products(
-    weights: Sequence[Tensor], most: int, out_dtype: torch.dtype | None = None
+    weights: Sequence[Tensor],
+    most: int,
+    out_dtype: torch.dtype | None = None,
+    contract: Contract | None = None,
 ) -> list[Callable[[], object]]:
     """Calls of :func:`samebits.linear` with each kind of weight, for all :func:`row_counts`."""
     kinds = {(w.shape, w.dtype): w for w in weights}
     x = torch.zeros(most * max(w.shape[1] for w in weights), dtype=weights[0].dtype, device=weights[0].device)
     return [
-        partial(linear, x[: n * w.shape[1]].view(n, w.shape[1]), w, out_dtype=out_dtype)
+        partial(linear, x[: n * w.shape[1]].view(n, w.shape[1]), w, out_dtype=out_dtype, contract=contract)
         for w in kinds.values()
         for n in row_counts(most)
     ]

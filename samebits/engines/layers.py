@@ -18,8 +18,11 @@ __all__ = ["apply", "gelu_and_mul", "gemma_rms_norm", "keep_weights", "positions
 
 
 def apply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product of a linear layer or a head."""
-    return linear(x, layer.weight, bias)
+    """The product of a linear layer or a head.
+
+    A layer may have ``samebits_contract``.
+    """
+    return linear(x, layer.weight, bias, contract=vars(layer).get("samebits_contract"))
 
 
 def keep_weights(self: Any, layer: nn.Module) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from samebits.contract import TENSOR_CORE
 from samebits.engines.refusals import RefusedError
 
 __all__ = ["disable", "enable", "is_enabled", "options", "register"]
 
 
-def options(*, any_version: bool = False) -> dict[str, Any]:
+def options(*, any_version: bool = False, segments: int = 1) -> dict[str, Any]:
     """Arguments for ``vllm.LLM`` or ``vllm.AsyncEngineArgs`` that turn samebits on.
 
     ::
@@ -28,14 +29,20 @@ def options(*, any_version: bool = False) -> dict[str, Any]:
 
     Args:
         any_version: also run with versions of vLLM that samebits was not tested with.
+        segments: into how many chains products are cut, as by :meth:`samebits.Contract.segmented`. The
+            trainer's model must have the same: ``samebits.convert(model,
+            contract=samebits.TENSOR_CORE.segmented(8))``. Up to so many GPUs have the same bits, and several
+            need it: ``tensor_parallel_size`` has to divide it.
 
     Raises:
+        ValueError: `segments` is no power of two from 1 to 64.
         RefusedError: ``VLLM_PLUGINS`` is set, and does not name samebits: vLLM would load no hook.
     """
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "samebits" not in plugins.split(","):
         raise RefusedError(f"VLLM_PLUGINS={plugins}", "vLLM loads no other plug-ins", "name samebits in it")
-    return {"additional_config": {"samebits": {"any_version": any_version}}}
+    TENSOR_CORE.segmented(segments)  # checks it
+    return {"additional_config": {"samebits": {"any_version": any_version, "segments": segments}}}
 
 
 def register() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from samebits.engines.hooks import Hooks
 from samebits.engines.refusals import RefusedError
+from samebits.vllm.asked import options
 from samebits.vllm.plugin import enable, plugin, version
 from samebits.vllm.proven import NATIVE
 
@@ -32,7 +33,7 @@ def _engine_config(own: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked = (self.additional_config or {}).get("samebits")
         if asked:
-            enable(**({} if asked is True else asked))
+            enable(any_version=options(asked)["any_version"])
         if plugin.hooks is None:
             return own(self, *args, **kwargs)
         from samebits.vllm.covered import check_config

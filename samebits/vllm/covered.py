@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
 from samebits.engines.refusals import RefusedError
-from samebits.vllm import fp8, lora
+from samebits.vllm import fp8, lora, parallel
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import replaced
 from samebits.vllm.proven import NATIVE
@@ -62,25 +62,19 @@ def check_config(config: Any) -> None:
     """
     fp8.check_config(config)
     lora.check_config(config)
+    parallel.check_config(config)
     for what, reason, remedy in _found(config):
         raise RefusedError(what, reason, remedy)
 
 
 def _found(config: Any) -> Iterator[tuple[str, str, str]]:
-    model, parallel = config.model_config, config.parallel_config
+    model = config.model_config
     speculative = config.speculative_config
     if speculative is not None and speculative.method not in _PROPOSERS:
         only = f"proposals by {' or '.join(_PROPOSERS)} alone are covered"
         yield f"speculative_config of method {speculative.method!r}", only, "choose one of these"
     if speculative is not None and getattr(speculative, "rejection_sample_method", "standard") != "standard":
         yield "rejection_sample_method", "its tokens are not the target's", "do not set it"
-    for name in (
-        *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"),
-        *("prefill_context_parallel_size", "data_parallel_size"),
-    ):
-        if getattr(parallel, name, 1) > 1:
-            remedy = f"give {name}=1; several engines of one GPU each sample as many tokens"
-            yield f"{name}={getattr(parallel, name)}", "sums over GPUs have another order", remedy
     if model.runner_type != "generate":
         yield f"runner={model.runner_type!r}", "only the log-probs of generated text are covered", _LATER
     if model.is_multimodal_model:

@@ -47,7 +47,8 @@ def install(hooks: Hooks) -> None:
 def _head(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`own`, and a head in float32 (``head_dtype``) that leaves its operands in 16 bits, as a trainer's.
 
-    vLLM would give CPUs operands in float32, whose sums have another order.
+    vLLM would give CPUs operands in float32, whose sums have another order. Sums are never cut into segments
+    here: log-probs are those of :func:`samebits.linear_logp`, and of its form for split vocabularies.
     """
 
     @functools.wraps(own)

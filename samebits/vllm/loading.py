@@ -19,7 +19,7 @@ from samebits.engines import frequencies
 from samebits.engines.hooks import Hooks
 from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
 from samebits.mode.calls import outermost
-from samebits.vllm import lora, sampling
+from samebits.vllm import lora, parallel, sampling
 from samebits.vllm.covered import check_model
 from samebits.vllm.experts import set_experts
 from samebits.vllm.proven import ROUNDED_ONCE
@@ -74,6 +74,7 @@ def _load(own: Callable[..., nn.Module], hooks: Hooks) -> Callable[..., nn.Modul
         model = own(self, vllm_config, model_config, *args, **kwargs)
         set_experts(model, model_config.hf_text_config)
         check_model(model, vllm_config)
+        parallel.set_contracts(model, vllm_config)
         _set_frequencies(model, model_config)
         _set_norms(model)
         _set_logits(model, model_config.hf_text_config)

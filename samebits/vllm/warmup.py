@@ -17,6 +17,7 @@ from samebits.engines.kernels import grouped, grouped_in_fp8, make_ready, produc
 from samebits.vllm import fp8
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import experts_of
+from samebits.vllm.parallel import own_product
 
 __all__ = ["warm_up"]
 
@@ -31,18 +32,20 @@ def warm_up(model: nn.Module, config: Any) -> None:
     """
     scheduler = config.scheduler_config
     tokens, sequences = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    layers: dict[torch.dtype, list[Tensor]] = {}  # routers may be in float32
+    layers: dict[tuple[Any, ...], list[Tensor]] = {}  # by dtypes, as routers may be in float32, and contracts
     in_fp8: dict[tuple[int, int], Callable[[Tensor], object]] = {}
     for m in model.modules():
         if isinstance(m, LinearBase) and m.weight.dtype.itemsize > 1:
-            layers.setdefault(m.weight.dtype, []).append(m.weight)
+            layers.setdefault((m.weight.dtype, *own_product(m)), []).append(m.weight)
         elif isinstance(m, LinearBase):
             in_fp8[(m.weight.shape[0], m.weight.shape[1])] = partial(
                 fp8.product, m.weight.data, m.weight_scale_inv.data
             )
-    heads = [m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)]  # one may be tied
-    dense = [call for of in layers.values() for call in products(of, tokens)]
-    make_ready(dense + products(heads, max(sequences, _PROMPT_ROWS), config.model_config.head_dtype))
+    heads = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]  # one may be tied
+    dense = [call for key, of in layers.items() for call in products(of, tokens, *key[1:])]
+    rows, logits = max(sequences, _PROMPT_ROWS), config.model_config.head_dtype
+    contract = own_product(heads[0])[1] if logits == config.model_config.dtype else None
+    make_ready(dense + products([m.weight for m in heads], rows, logits, contract))
     calls: list[Callable[[], object]] = []
     if in_fp8:
         x = torch.zeros(tokens * max(k for _, k in in_fp8), dtype=config.model_config.dtype, device="cuda")

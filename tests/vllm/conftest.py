@@ -50,16 +50,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def _overrides_once() -> None:
-    """vLLM registers its overrides of Triton's kernels for each engine, and can do so once in a process."""
+    """vLLM registers its overrides of Triton's kernels for each engine, and can do so once in a process.
+
+    Here it does so before anything has computed: it stops at a library that numba has loaded.
+    """
     from vllm.platforms import current_platform
 
-    own, done = current_platform.register_triton_kernel_overrides, []
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        if not done:
-            done.append(own(*args, **kwargs))
-
-    type(current_platform).register_triton_kernel_overrides = staticmethod(once)
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
 
 
 @pytest.fixture

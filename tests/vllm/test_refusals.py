@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,10 @@ import pytest
 
 from samebits.engines.refusals import RefusedError
 from tests.vllm.conftest import Engine, generate
+
+
+def _segments(count: int) -> dict[str, Any]:
+    return {"additional_config": {"samebits": {"segments": count}}}
 
 
 @pytest.mark.parametrize(
@@ -20,6 +25,17 @@ from tests.vllm.conftest import Engine, generate
         ("mixtral", {"enable_lora": True}, r"enable_lora with a mixture of experts: .*merge the adapter"),
         ("olmoe", {"hf_overrides": {"clip_qkv": 8.0}}, r"clip_qkv=8.0 .*give model_impl=.transformers"),
         ("olmo2", {"hf_overrides": {"llama_4_scaling": {"beta": 1}}}, r"llama_4_scaling in the model's"),
+        ("qwen3", {"tensor_parallel_size": 2}, r"tensor_parallel_size=2: .*options\(segments=8\)"),
+        ("qwen3", {"tensor_parallel_size": 4, **_segments(2)}, r"=4: 2 segments of a sum cannot be split"),
+        ("qwen3", {"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2: tensor parallelism alone"),
+        (
+            "qwen3",
+            {"quantization": "fp8_per_block", **_segments(8)},
+            r"segments=8 in FP8: .*have no segments",
+        ),
+        ("qwen3", {"enable_lora": True, **_segments(8)}, r"segments=8 with adapters: .*merge the adapter"),
+        ("mixtral", {"enable_expert_parallel": True}, r"enable_expert_parallel: .*do not set it"),
+        ("mixtral", _segments(8), r"segments=8 with a mixture of experts"),
     ],
 )
 def test_options(name: str, options: dict[str, Any], said: str, engine: Engine) -> None:
@@ -91,6 +107,51 @@ def test_speculation(
     monkeypatch.setattr(config, "speculative_config", SimpleNamespace(**options))
     with pytest.raises(RefusedError, match=said):
         check_config(config)
+
+
+def test_several_gpus(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options and layers whose sums over ranks have another order."""
+    from samebits.vllm.covered import check_config
+    from samebits.vllm.parallel import set_contracts
+
+    model, config = loaded
+    for of, name, value, said in (
+        ("parallel_config", "decode_context_parallel_size", 2, r"decode_context_parallel_size=2: tensor"),
+        ("parallel_config", "prefill_context_parallel_size", 2, r"prefill_context_parallel_size=2: tensor"),
+        ("parallel_config", "data_parallel_size", 2, r"data_parallel_size=2: tensor parallelism alone"),
+        ("parallel_config", "enable_dbo", True, r"enable_dbo: exchanges of two half batches"),
+        ("parallel_config", "enable_batch_sharded_sampling", True, r"enable_batch_sharded_sampling: it was"),
+        ("parallel_config", "enable_hc_sp", True, r"enable_hc_sp: sequence parallelism is not covered"),
+        ("compilation_config.pass_config", "enable_sp", True, r"enable_sp: sequence parallelism"),
+        ("compilation_config.pass_config", "fuse_gemm_comms", True, r"fuse_gemm_comms: asynchronous"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(attrgetter(of)(config), name, value, raising=of == "parallel_config")
+            with pytest.raises(RefusedError, match=said):
+                check_config(config)
+
+    monkeypatch.setattr(config, "additional_config", {"samebits": {"segments": 8}})
+    set_contracts(model, config)
+    layer, embedding = model.model.layers[1].mlp.down_proj, model.model.embed_tokens
+    changes: list[tuple[Any, str, Any, str]] = [
+        (layer, "reduce_results", False, r"layers.1.mlp.down_proj .*leaves sums over ranks to another"),
+        (layer, "input_is_parallel", False, r"layers.1.mlp.down_proj .*its input is not split"),
+        (embedding, "parallel_group", object(), r"model.embed_tokens .*ranks of its own"),
+        (embedding, "num_embeddings", 321, r"model.embed_tokens .*added words"),
+        (
+            layer.weight,
+            "data",
+            layer.weight.data[:, :189],
+            r"down_proj .*: 378 terms of a sum are no multiple",
+        ),
+    ]
+    for of, name, value, said in changes:
+        with monkeypatch.context() as changed:
+            changed.setattr(layer, "tp_size", 2)
+            changed.setattr(embedding, "tp_size", 2)
+            changed.setattr(of, name, value)
+            with pytest.raises(RefusedError, match=said):
+                set_contracts(model, config)
 
 
 def test_a_model_that_was_not_checked_does_not_run(loaded: tuple[Any, Any]) -> None:
