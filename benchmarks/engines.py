@@ -186,7 +186,9 @@ def run(
         engine, out = options.serve
         answer(out, serve(engine, options))
     console = Console(width=130)
-    file = f"{name}.json" if options.model == "8b" else f"{name}_{options.model}.json"
+    of = [] if options.model == "8b" else [options.model]
+    of += [f"tp{options.ranks}"] if getattr(options, "ranks", 1) > 1 else []
+    file = f"{'_'.join([name, *of])}.json"
     found: dict[str, Any] = {}
     data = {"environment": environment(options.commit), "model": f"Qwen3 {options.model}", "engines": found}
     for engine in options.engines.split(","):

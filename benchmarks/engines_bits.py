@@ -207,7 +207,7 @@ def requests(tokens: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def replay(folder: str, sequences: list[list[int]], answers: list[int]) -> list[Tensor]:
+def replay(folder: str, sequences: list[list[int]], answers: list[int], segments: int) -> list[Tensor]:
     """The log-probs of each sequence's last tokens, by one forward of `transformers` under samebits."""
     from transformers import AutoModelForCausalLM
 
@@ -222,6 +222,8 @@ def replay(folder: str, sequences: list[list[int]], answers: list[int]) -> list[
         samebits.convert(model.get_output_embeddings(), out_dtype=torch.float32)
     if Path(folder, ONLINE).exists():
         samebits.convert(model, fp8="block", filter=lambda name, _: name != "lm_head")
+    if segments > 1:
+        samebits.convert(model, contract=samebits.TENSOR_CORE.segmented(segments))
     if not Path(folder, "adapter0").exists():
         found = _replayed(model, sequences, answers, range(len(sequences)))
         return [found[i] for i in range(len(sequences))]
@@ -261,14 +263,20 @@ def _replayed(
     return found
 
 
-def compare(kind: str, tokens: int, benchmark: str) -> dict[str, Any]:
+def segments(options: argparse.Namespace) -> int:
+    """Of sums: an engine on several ranks has 8."""
+    return 8 if getattr(options, "ranks", 1) > 1 else 1
+
+
+def compare(kind: str, options: argparse.Namespace, benchmark: str) -> dict[str, Any]:
     """The engine's bits and those of `transformers`, for one model. The benchmark's ``--serve`` samples."""
     with tempfile.TemporaryDirectory() as folder:
         build(kind, folder)
-        found = ask(benchmark, "--tokens", f"{tokens}", "--serve", folder)
-        prompts = requests(tokens)
+        ranks = ("--ranks", f"{options.ranks}") if segments(options) > 1 else ()
+        found = ask(benchmark, "--tokens", f"{options.tokens}", *ranks, "--serve", folder)
+        prompts = requests(options.tokens)
         sequences = [p + a for p, a in zip(prompts, found["answers"], strict=True)]
-        theirs = replay(folder, sequences, [len(a) for a in found["answers"]])
+        theirs = replay(folder, sequences, [len(a) for a in found["answers"]], segments(options))
     differing, worst, first = 0, 0.0, None
     for i, (ours, logp) in enumerate(zip(found["logps"], theirs, strict=True)):
         engine = torch.from_numpy(np.array(ours, np.float32))
@@ -306,7 +314,11 @@ def show(data: dict[str, Any]) -> Table:
 
 
 def run(
-    name: str, parser: argparse.ArgumentParser, serve: Callable[[str, int], dict[str, Any]], *, beside: bool
+    name: str,
+    parser: argparse.ArgumentParser,
+    serve: Callable[[str, argparse.Namespace], dict[str, Any]],
+    *,
+    beside: bool,
 ) -> None:
     """The benchmark NAME of an engine, into ``<name>.json``. Exits with 1 if bits differ.
 
@@ -322,13 +334,15 @@ def run(
     options = parser.parse_args()
     if options.serve:
         folder, out = options.serve
-        answer(out, serve(folder, options.tokens))
+        answer(out, serve(folder, options))
     kinds = options.models.split(",")
-    file = f"{name}.json" if {*kinds} <= {*MODELS} else f"{name}_breadth.json"
+    breadth = "" if {*kinds} <= {*MODELS} else "_breadth"
+    split = f"_tp{options.ranks}" if segments(options) > 1 else ""
+    file = f"{name}{breadth}{split}.json"
     data: dict[str, Any] = {"environment": environment(options.commit), "cases": []}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(kinds) if beside else 1, spawn) as pool:
-        for job in as_completed([pool.submit(compare, kind, options.tokens, name) for kind in kinds]):
+        for job in as_completed([pool.submit(compare, kind, options, name) for kind in kinds]):
             data["cases"].append(job.result())
             print(data["cases"][-1], flush=True)
             save(options.out, file, data)

@@ -8,6 +8,7 @@ that its cache has no place for. Models run one after the other.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from benchmarks.engines_bits import ANSWER, CACHED, LONGEST, ROWS, requests
 from benchmarks.record import arguments
 
 
-def serve(folder: str, tokens: int) -> dict[str, Any]:
+def serve(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """Samples in an engine. Returns answers and their log-probs, and what the engine counted."""
     import sglang
 
@@ -43,7 +44,9 @@ def serve(folder: str, tokens: int) -> dict[str, Any]:
     )
     sampling = {"temperature": 1.0, "max_new_tokens": ANSWER, "ignore_eos": True}
     start = time.perf_counter()
-    outputs: Any = llm.generate(input_ids=requests(tokens), sampling_params=sampling, return_logprob=True)
+    outputs: Any = llm.generate(
+        input_ids=requests(options.tokens), sampling_params=sampling, return_logprob=True
+    )
     took = time.perf_counter() - start
     llm.shutdown()
     infos = [o["meta_info"] for o in outputs]

@@ -1,9 +1,10 @@
 """Tokens per second of vLLM: stock, with its own batch invariance, and with samebits' plug-in.
 
-python -m benchmarks vllm [--model 8b] [--engines stock,samebits,invariant] [--commit COMMIT] [--out FILE]
+python -m benchmarks vllm [--model 8b] [--engines stock,samebits,invariant] [--ranks N] [--commit COMMIT]
+                          [--out FILE]
 
 It writes benchmarks/results/<gpu>/vllm.json, by ``benchmarks/engines.py``. Requests of the model 8b-lora use
-ADAPTERS adapters in turns.
+ADAPTERS adapters in turns. On several ranks samebits' sums are in segments.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ def serve(engine: str, options: argparse.Namespace) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     shape, adapted = engines.MODELS[options.model], options.model.endswith("-lora")
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"tensor_parallel_size": options.ranks}
     if engine == "invariant":
         more["attention_backend"] = "FLASH_ATTN"
     if engine == "samebits":
         import samebits.vllm
 
-        more |= samebits.vllm.options()
+        more |= samebits.vllm.options(segments=8 if options.ranks > 1 else 1)
     if adapted:
         more |= {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": RANK}
     started = time.perf_counter()
@@ -98,7 +99,7 @@ def serve(engine: str, options: argparse.Namespace) -> dict[str, Any]:
             **more,
         )
     took = time.perf_counter() - started
-    (cached,) = llm.collective_rpc(randomise)
+    cached, *_ = llm.collective_rpc(randomise)
     kept = tempfile.TemporaryDirectory()
     adapters: list[Any] = []
     if adapted:
@@ -119,4 +120,6 @@ def serve(engine: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    engines.run("vllm", arguments(__doc__), ENGINES, serve)
+    parser = arguments(__doc__)
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of an engine")
+    engines.run("vllm", parser, ENGINES, serve)

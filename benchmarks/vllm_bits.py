@@ -1,12 +1,14 @@
 """Log-probs of vLLM with samebits' plug-in against `transformers` under samebits: bits of a million tokens.
 
-python -m benchmarks vllm_bits [--tokens 350000] [--models llama,qwen3,gemma2] [--commit COMMIT] [--out FILE]
+python -m benchmarks vllm_bits [--tokens 350000] [--models llama,qwen3,gemma2] [--ranks N] [--commit COMMIT]
+                               [--out FILE]
 
 It writes benchmarks/results/<gpu>/vllm_bits.json, by ``benchmarks/engines_bits.py``. Models run side by side.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from benchmarks.record import arguments
 PAGE = 16
 
 
-def serve(folder: str, tokens: int) -> dict[str, Any]:
+def serve(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """Samples in an engine. Returns answers and their log-probs, and what the engine counted."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -36,7 +38,8 @@ def serve(folder: str, tokens: int) -> dict[str, Any]:
     import samebits.vllm
 
     adapted = Path(folder, "adapter0").exists()
-    more: dict[str, Any] = samebits.vllm.options()
+    more: dict[str, Any] = samebits.vllm.options(segments=engines_bits.segments(options))
+    more["tensor_parallel_size"] = options.ranks
     if adapted:
         more |= {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": RANK}
     if Path(folder, ONLINE).exists():
@@ -59,7 +62,7 @@ def serve(folder: str, tokens: int) -> dict[str, Any]:
     sampling = SamplingParams(
         temperature=1.0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=0
     )
-    prompts: Any = [{"prompt_token_ids": p} for p in requests(tokens)]
+    prompts: Any = [{"prompt_token_ids": p} for p in requests(options.tokens)]
     start = time.perf_counter()
     adapters: Any = [adapter_of(i) if adapted else None for i in range(len(prompts))]
     adapters = [
@@ -84,4 +87,6 @@ def serve(folder: str, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    engines_bits.run("vllm_bits", arguments(__doc__), serve, beside=True)
+    parser = arguments(__doc__)
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of an engine")
+    engines_bits.run("vllm_bits", parser, serve, beside=True)

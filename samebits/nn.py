@@ -22,7 +22,7 @@ from samebits.ops._sequences import sequences
 from samebits.ops.fp8_linear import fp8_linear
 from samebits.ops.fp8_linear import product as fp8_product
 from samebits.ops.linear import linear
-from samebits.transformers import are_experts, are_in_fp8, compute_in_fp8, why_not_in_fp8
+from samebits.transformers import are_converted, are_experts, convert_experts, why_not_converted
 
 __all__ = ["Conversion", "Linear", "Unconverted", "convert"]
 
@@ -324,17 +324,18 @@ def convert(
     report names each of them, with the reason. Code that calls ``torch.nn.functional.linear`` itself is
     neither converted nor reported: use ``samebits.audit`` to be sure. Converting twice changes nothing.
 
-    With ``fp8="block"`` layers of experts of ``transformers`` are converted, too: their class becomes a
-    subclass of the same name, whose products are those of a layer in FP8 with each expert's weight
-    (:func:`samebits.scaled_grouped_mm`), and whose weights have the gradients of :func:`samebits.grouped_mm`.
-    Routers stay as they are. Without it, experts are left to :class:`samebits.batch_invariant`.
+    With a `contract` or ``fp8="block"`` layers of experts of ``transformers`` are converted, too: their class
+    becomes a subclass of the same name. Under a contract their products are :func:`samebits.grouped_mm`. In
+    FP8 they are those of a layer in FP8 with each expert's weight (:func:`samebits.scaled_grouped_mm`), and
+    weights have the gradients of :func:`samebits.grouped_mm`. Routers that are no linear layer stay as they
+    are. Without both, experts are left to :class:`samebits.batch_invariant`.
 
     Args:
         module: the model, or one layer. Convert it before it is sharded, compiled or traced.
         filter: a function of a layer's name and the layer. Layers for which it is false are left.
         contract: the contract of the converted layers, as in :func:`samebits.linear`.
         fp8: ``"block"`` lets the converted layers compute in FP8, as in :class:`samebits.nn.Linear`.
-            Experts take no `contract` beside it.
+            Experts take no `contract` beside it, and no `out_dtype`.
         out_dtype: of the converted layers, as in :class:`samebits.nn.Linear`. A head with float32 logits:
             ``convert(model, filter=lambda name, _: name == "lm_head", out_dtype=torch.float32)``.
 
@@ -354,9 +355,11 @@ def convert(
     converted: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
         # Also a subclass, such as one that parametrization made.
-        if isinstance(part, Linear) or are_in_fp8(part):
-            asked = contract, fp8, out_dtype
-            other = isinstance(part, Linear) and (part.contract, part.fp8, part.out_dtype) != asked
+        asked = contract, fp8, out_dtype
+        if isinstance(part, Linear) or are_converted(part):
+            other = _asked_before(part) != asked
+            if not isinstance(part, Linear):
+                other = other and (contract is not None or fp8 is not None)
             if other and (filter is None or filter(name, part)):
                 unconverted.append(
                     Unconverted(name, type(part).__name__, "it was converted before, with other options")
@@ -364,9 +367,10 @@ def convert(
             else:
                 already.append(name)
             continue
-        reason, experts = _product_of_its_own(part), fp8 is not None and are_experts(part)
+        reason = _product_of_its_own(part)
+        experts = (contract is not None or fp8 is not None) and are_experts(part)
         if isinstance(part, nn.Linear) or experts:
-            reason = why_not_in_fp8(part, contract) if experts else bypassed.get(part) or _why_not(part)
+            reason = why_not_converted(part, asked) if experts else bypassed.get(part) or _why_not(part)
             if reason is None and filter is not None and not filter(name, part):
                 reason = "the filter left it out"
             if reason is None:
@@ -378,8 +382,15 @@ def convert(
             part.__class__ = Linear
             vars(part).update(contract=contract, fp8=fp8, out_dtype=out_dtype)
         else:
-            compute_in_fp8(part)
+            convert_experts(part, contract, fp8 is not None)
     return Conversion(tuple(converted), tuple(already), tuple(unconverted))
+
+
+def _asked_before(part: Any) -> tuple[Contract | None, str | None, torch.dtype | None]:
+    """The options with which a layer was converted."""
+    if isinstance(part, Linear):
+        return part.contract, part.fp8, part.out_dtype
+    return part.samebits_contract, "block" if part._samebits_in_fp8 else None, None
 
 
 def _why_not(layer: nn.Module) -> str | None:

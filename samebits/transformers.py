@@ -41,18 +41,18 @@ from samebits.ops.experts import Routed, experts
 from samebits.remedies import see
 
 __all__ = [
+    "are_converted",
     "are_experts",
-    "are_in_fp8",
     "attention_function",
     "begins_later",
-    "compute_in_fp8",
+    "convert_experts",
     "device_of",
     "experts_function",
     "packed_by",
     "register",
     "spans_of",
     "spans_of_padding",
-    "why_not_in_fp8",
+    "why_not_converted",
 ]
 
 
@@ -548,7 +548,7 @@ def experts_function(
             top_k_weights,
             _linear(module, "gate_up_proj" if module.has_gate else "up_proj", to),
             module._apply_gate if module.has_gate else module.act_fn,
-            _linear(module, "down_proj", to),
+            _down(module, to),
             module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
         )
     return out.to(hidden_states.dtype)
@@ -561,8 +561,15 @@ def _linear(module: Any, name: str, to: Routed) -> Callable[[Tensor], Tensor]:
     scale = getattr(module, f"{name}_scale_inv", None)
     if not module.is_transposed:
         weight, scale = weight.mT, None if scale is None else scale.mT
-    fp8 = are_in_fp8(module) if scale is None else scale
-    return lambda x: to.linear(x, weight, bias, fp8)
+    fp8 = getattr(module, "_samebits_in_fp8", False) if scale is None else scale
+    contract = vars(module).get("samebits_contract")
+    return lambda x: to.linear(x, weight, bias, fp8, contract)
+
+
+def _down(module: Any, to: Routed) -> Callable[[Tensor], Tensor]:
+    """The last product. An engine on several GPUs has one that adds over them."""
+    split = vars(module).get("samebits_split_down")
+    return _linear(module, "down_proj", to) if split is None else lambda x: split(x, to)
 
 
 def are_experts(module: nn.Module) -> bool:
@@ -570,15 +577,22 @@ def are_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and callable(getattr(module, "_apply_gate", None))
 
 
-def are_in_fp8(module: nn.Module) -> bool:
-    """Whether :func:`compute_in_fp8` was called for a layer of experts."""
+def are_converted(module: nn.Module) -> bool:
+    """Whether :func:`convert_experts` was called for a layer of experts."""
     return hasattr(type(module), "_samebits_in_fp8")
 
 
-def why_not_in_fp8(experts: nn.Module, contract: Contract | None) -> str | None:
-    """Why :func:`compute_in_fp8` does not suit a layer of experts; None if it does."""
-    if contract is not None:
-        return "experts take no contract: convert them in a call of their own"
+def why_not_converted(experts: nn.Module, asked: tuple[Contract | None, str | None, Any]) -> str | None:
+    """Why :func:`convert_experts` does not suit a layer of experts; None if it does.
+
+    Args:
+        asked: the contract, `fp8` and the dtype of results.
+    """
+    contract, fp8, out_dtype = asked
+    if out_dtype is not None:
+        return "experts take no out_dtype: convert them in a call of their own"
+    if contract is not None and fp8 is not None:
+        return "experts in FP8 take no contract: convert them in a call of their own"
     if "forward" in vars(experts):
         return "its forward was replaced on the instance: convert first, then wrap"
     if nn.utils.parametrize.is_parametrized(experts):
@@ -591,26 +605,30 @@ def why_not_in_fp8(experts: nn.Module, contract: Contract | None) -> str | None:
     return None
 
 
-def compute_in_fp8(experts: nn.Module) -> None:
-    """Let a layer of experts compute in block FP8, whatever its ``experts_implementation``, in any mode."""
+def convert_experts(experts: nn.Module, contract: Contract | None, fp8: bool) -> None:
+    """Let a layer of experts compute under a contract, or in block FP8.
+
+    It does so whatever its ``experts_implementation``, in any mode.
+    """
     kind: Any = type(experts)
-    experts.__class__ = _in_fp8(kind)
+    experts.__class__ = _converted(kind, fp8)
+    vars(experts)["samebits_contract"] = contract
 
 
 @functools.cache
-def _in_fp8(kind: Any) -> Any:
-    """A subclass of the same name, by which others know layers. What is unpickled is in FP8 again."""
+def _converted(kind: Any, fp8: bool) -> Any:
+    """A subclass of the same name, by which others know layers. What is unpickled is converted again."""
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return _new_in_fp8, (kind,), self.__dict__
+        return _new_converted, (kind, fp8), self.__dict__
 
     given = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    own: Any = {"forward": experts_function, "__reduce_ex__": reduce, "_samebits_in_fp8": True}
+    own: Any = {"forward": experts_function, "__reduce_ex__": reduce, "_samebits_in_fp8": fp8}
     return type(kind)(kind.__name__, (kind,), given | own)
 
 
-def _new_in_fp8(kind: Any) -> Any:
-    made = _in_fp8(kind)
+def _new_converted(kind: Any, fp8: bool) -> Any:
+    made = _converted(kind, fp8)
     return made.__new__(made)
 
 

@@ -52,7 +52,13 @@ def products(
     ]
 
 
-def grouped(weights: Sequence[Tensor], most: int, slots: int) -> list[Callable[[], object]]:
+def grouped(
+    weights: Sequence[Tensor],
+    most: int,
+    slots: int,
+    out_dtype: torch.dtype | None = None,
+    contract: Contract | None = None,
+) -> list[Callable[[], object]]:
     """Calls of :func:`samebits.grouped_mm` with each kind of ``weight[experts, K, N]``.
 
     Args:
@@ -60,7 +66,7 @@ def grouped(weights: Sequence[Tensor], most: int, slots: int) -> list[Callable[[
     """
     kinds = {(w.shape, w.stride(), w.dtype): w for w in weights}
     return [
-        partial(grouped_mm, x, w, ends)
+        partial(grouped_mm, x, w, ends, out_dtype=out_dtype, contract=contract)
         for w in kinds.values()
         for x, ends in _routed(w, w.shape[1], w.dtype, most, slots)
     ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.contract import Contract
 from samebits.ops._operator import Operator
 from samebits.ops._rows import backend, rounded
 from samebits.ops.expand import expand, sum_over_broadcast
@@ -39,18 +40,27 @@ class Routed:
         self.places, self.ends, sequences = _route(self.experts, self.order, count, each)
         self.sequences = sequences if each else None
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool | Tensor = False) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fp8: bool | Tensor = False,
+        contract: Contract | None = None,
+    ) -> Tensor:
         """``x[slots, K] @ weight[expert, K, N]``, then ``+ bias[expert, N]``, each rounded to the dtype.
 
         Args:
             fp8: whether the product is in block FP8; or the scales of a weight that is.
+            contract: of a product that is not.
         """
         if isinstance(fp8, Tensor):
             out = linear_of_groups("experts in FP8", x, self.ends, weight.mT, fp8.mT)
         elif fp8:
             out = fp8_grouped_linear(x.to(weight.dtype), weight.mT, self.ends, sequences=self.sequences)
         else:
-            out = grouped_mm(x.to(weight.dtype), weight, self.ends, sequences=self.sequences)
+            x = x.to(weight.dtype)
+            out = grouped_mm(x, weight, self.ends, sequences=self.sequences, contract=contract)
         return out if bias is None else out + take(bias, self.experts.clamp(max=len(bias) - 1))
 
 

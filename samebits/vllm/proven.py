@@ -49,7 +49,7 @@ COVERED = (
     ("structured outputs: raw log-probs", "yes", "not run"),
     ("speculation by n-grams or a draft model", "yes", "not run"),
     ("new weights by `load_weights` and `reload_weights`", "yes", "by TRL"),
-    ("`tensor_parallel_size` of 1, 2, 4, dense, with sums in segments", "yes", "not run"),
+    ("`tensor_parallel_size` of 1, 2, 4, with sums in segments", "yes", "not run"),
     ("sleep mode, weights by NCCL or IPC handles", "vLLM has none", "not run"),
 )
 """What was compared with ``transformers``, every token with the same bits: on CPUs with 0.32.0, on GPUs with

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samebits.engines.parity import Sample, outputs_of_modules
 from samebits.vllm import options
+from samebits.vllm.asked import segments_of
 from samebits.vllm.check import samples
 
 __all__ = ["Rollout"]
@@ -22,10 +23,11 @@ class Rollout:
         model: a folder, or a name.
         length: the most tokens of a sequence.
         share: of a GPU's memory.
+        segments: as in :func:`samebits.vllm.options`.
         more: arguments of ``vllm.LLM``.
     """
 
-    def __init__(self, model: str, length: int, share: float, **more: Any) -> None:
+    def __init__(self, model: str, length: int, share: float, segments: int = 1, **more: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # modules are looked at
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm import LLM
@@ -36,7 +38,7 @@ class Rollout:
         self.llm = LLM(
             *(model,),
             **{"skip_tokenizer_init": True, "max_model_len": length, "disable_log_stats": True},
-            **more | options(),
+            **more | options(segments=segments),
         )
 
     def __str__(self) -> str:
@@ -49,6 +51,7 @@ class Rollout:
             f" {', '.join(config.model_config.architectures)}"
             f" ({'vLLM’s own classes' if own else 'its Transformers backend, unfused'}),"
             f" {str(config.model_config.dtype).removeprefix('torch.')}"
+            f"{_split(config)}"
         )
 
     @property
@@ -81,3 +84,8 @@ class Rollout:
         with outputs_of_modules(model) as found:
             self._generate([sequence], 1, 0.0)
         return found
+
+
+def _split(config: Any) -> str:
+    segments, ranks = segments_of(config), config.parallel_config.tensor_parallel_size
+    return "" if segments == 1 else f", {segments} segments on {ranks} rank{'s' * (ranks > 1)}"

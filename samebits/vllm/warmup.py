@@ -17,7 +17,7 @@ from samebits.engines.kernels import grouped, grouped_in_fp8, make_ready, produc
 from samebits.vllm import fp8
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import experts_of
-from samebits.vllm.parallel import own_product
+from samebits.vllm.parallel import contract_of, of_layer, of_rank
 
 __all__ = ["warm_up"]
 
@@ -36,7 +36,7 @@ def warm_up(model: nn.Module, config: Any) -> None:
     in_fp8: dict[tuple[int, int], Callable[[Tensor], object]] = {}
     for m in model.modules():
         if isinstance(m, LinearBase) and m.weight.dtype.itemsize > 1:
-            layers.setdefault((m.weight.dtype, *own_product(m)), []).append(m.weight)
+            layers.setdefault((m.weight.dtype, *of_layer(m)), []).append(m.weight)
         elif isinstance(m, LinearBase):
             in_fp8[(m.weight.shape[0], m.weight.shape[1])] = partial(
                 fp8.product, m.weight.data, m.weight_scale_inv.data
@@ -44,25 +44,25 @@ def warm_up(model: nn.Module, config: Any) -> None:
     heads = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]  # one may be tied
     dense = [call for key, of in layers.items() for call in products(of, tokens, *key[1:])]
     rows, logits = max(sequences, _PROMPT_ROWS), config.model_config.head_dtype
-    contract = own_product(heads[0])[1] if logits == config.model_config.dtype else None
+    contract = of_layer(heads[0])[1] if logits == config.model_config.dtype else None
     make_ready(dense + products([m.weight for m in heads], rows, logits, contract))
     calls: list[Callable[[], object]] = []
     if in_fp8:
         x = torch.zeros(tokens * max(k for _, k in in_fp8), dtype=config.model_config.dtype, device="cuda")
         counts = row_counts(tokens)
         calls += [partial(f, x[: n * k].view(n, k)) for (_, k), f in in_fp8.items() for n in counts]
-    experts: list[Tensor] = []
+    experts: dict[tuple[Any, ...], list[Tensor]] = {}
     experts_in_fp8: list[tuple[Tensor, Tensor]] = []
     layers_of_experts = experts_of(model)
     slots = max((layer.moe_config.experts_per_token for layer in layers_of_experts), default=1)
     for layer in layers_of_experts:
-        for name in ("w13_weight", "w2_weight"):
+        for name, ranks in (("w13_weight", 1), ("w2_weight", config.parallel_config.tensor_parallel_size)):
             weight = getattr(layer, name).data
             if weight.dtype.itemsize > 1:
-                experts.append(weight.mT)
+                experts.setdefault(of_rank(contract_of(config), ranks), []).append(weight.mT)
             else:
                 experts_in_fp8.append((weight, getattr(layer, f"{name}_scale_inv").data))
-    make_ready(grouped(experts, tokens, slots))
+    make_ready([call for key, of in experts.items() for call in grouped(of, tokens, slots, *key)])
     calls += grouped_in_fp8(experts_in_fp8, tokens, slots, config.model_config.dtype)
     for _ in range(2):  # a call stops at the first kernel that is not loaded, and has two
         make_ready(calls)

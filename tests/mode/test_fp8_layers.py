@@ -268,15 +268,22 @@ def in_16_bits(kind: str, device: str = "cpu") -> tuple[Any, Tensor, Tensor, Ten
     return made, x, to, weights
 
 
+CONVERTED: dict[str, dict[str, Any]] = {
+    "fp8": {"fp8": "block"},
+    "segments": {"contract": samebits.TENSOR_CORE.segmented(8)},
+}
+
+
 @on_devices
+@pytest.mark.parametrize("how", CONVERTED)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_converted_experts_are_our_layers_in_fp8(kind: str, device: str, within: Within) -> None:
+def test_converted_experts_are_our_layers(kind: str, how: str, device: str, within: Within) -> None:
     """Each expert, on its tokens: outputs and gradients."""
     made, x, to, weights = in_16_bits(kind, device)
-    own = type(made)
-    report = samebits.convert(made, fp8="block")
+    own, options = type(made), CONVERTED[how]
+    report = samebits.convert(made, **options)
     assert report.converted == ("",)
-    assert samebits.convert(made, fp8="block").already == ("",)
+    assert samebits.convert(made, **options).already == ("",)
     assert isinstance(made, own)
     x, seed = x.clone().requires_grad_(), values("normal", (23, 256), torch.bfloat16, 9).to(device)
     out = made(x, to, weights)  # with or without the mode
@@ -288,7 +295,7 @@ def test_converted_experts_are_our_layers_in_fp8(kind: str, device: str, within:
         ours, found = [], []
         for e, part in enumerate(rows.split(torch.bincount(to.flatten(), minlength=4).tolist())):
             names = ("gate_up_proj", "down_proj")
-            up, down = (ours_in_fp8(getattr(made, n)[e], made.is_transposed) for n in names)
+            up, down = (as_ours(getattr(made, n)[e], made.is_transposed, options) for n in names)
             inner = up(part) + made.gate_up_proj_bias[e] if made.has_bias else up(part)
             inner = down(made._apply_gate(inner))
             found.append(inner + made.down_proj_bias[e] if made.has_bias else inner)
@@ -303,22 +310,26 @@ def test_converted_experts_are_our_layers_in_fp8(kind: str, device: str, within:
         assert_same_bits(grad.mT if made.is_transposed else grad, torch.stack(of))
 
 
-def ours_in_fp8(weight: Tensor, transposed: bool) -> Any:
+def as_ours(weight: Tensor, transposed: bool, options: dict[str, Any]) -> Any:
     weight = (weight.mT if transposed else weight).detach().contiguous()
-    layer = samebits.nn.Linear(weight.shape[1], len(weight), False, dtype=weight.dtype, fp8="block")
+    layer = samebits.nn.Linear(weight.shape[1], len(weight), False, dtype=weight.dtype, **options)
     layer.weight = nn.Parameter(weight)
     return layer
 
 
-def test_converted_experts_can_be_copied() -> None:
+@pytest.mark.parametrize("how", CONVERTED)
+def test_converted_experts_can_be_copied(how: str) -> None:
     made, *given = in_16_bits("qwen3_moe")
     plain = made(*given)
-    samebits.convert(made, fp8="block")
+    samebits.convert(made, **CONVERTED[how])
     want = made(*given)
     assert not torch.equal(plain, want)
     for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert_same_bits(copied(*given), want)
-        assert samebits.convert(copied, fp8="block").already == ("",)
+        assert samebits.convert(copied, **CONVERTED[how]).already == ("",)
+        assert samebits.convert(copied).already == ("",)  # no other options were asked for
+        (left,) = samebits.convert(copied, contract=samebits.FMA).unconverted
+        assert left.reason == "it was converted before, with other options"
 
 
 def test_experts_that_stay_as_they_are() -> None:
@@ -327,7 +338,9 @@ def test_experts_that_stay_as_they_are() -> None:
     (left,) = samebits.convert(made, fp8="block", filter=lambda *_: False).unconverted
     assert left.reason == "the filter left it out"
     (left,) = samebits.convert(made, fp8="block", contract=samebits.FMA).unconverted
-    assert left.reason.startswith("experts take no contract")
+    assert left.reason.startswith("experts in FP8 take no contract")
+    (left,) = samebits.convert(made, contract=samebits.FMA, out_dtype=torch.float32).unconverted
+    assert left.reason.startswith("experts take no out_dtype")
     made.to(torch.float64)
     (left,) = samebits.convert(made, fp8="block").unconverted
     assert left.reason.startswith("its gate_up_proj is torch.float64")

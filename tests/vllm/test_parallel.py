@@ -15,10 +15,13 @@ from tests.vllm.conftest import Engine, generate, prompts, trainer
     ("name", "ranks"),
     [
         pytest.param("qwen3", 1, marks=pytest.mark.long),
-        pytest.param("qwen3", 2, marks=pytest.mark.long),
-        pytest.param("qwen3", 4, marks=pytest.mark.nightly),  # each has a copy of a head of keys
+        pytest.param("qwen3_moe", 2, marks=pytest.mark.long),  # its first layer is dense
+        pytest.param("qwen3", 4, marks=pytest.mark.nightly),  # each rank has a copy of keys
         pytest.param("gemma2", 2, marks=pytest.mark.nightly),
         pytest.param("starcoder2", 2, marks=pytest.mark.nightly),  # biases, by the code of transformers
+        pytest.param("gpt_oss", 1, marks=pytest.mark.nightly),
+        pytest.param("glm4_moe", 2, marks=pytest.mark.nightly),  # experts for all tokens
+        pytest.param("olmoe", 2, marks=pytest.mark.nightly),  # norms of all heads
     ],
 )
 def test_bits_of_the_trainer(name: str, ranks: int, engine: Engine, folders: Callable[[str], Path]) -> None:
@@ -70,6 +73,16 @@ def test_segments_are_a_power_of_two(segments: int) -> None:
 
     with pytest.raises(ValueError, match=r"segments: expected a power of two"):
         samebits.vllm.options(segments=segments)
+
+
+def test_experts_with_biases_are_not_split() -> None:
+    from types import SimpleNamespace
+
+    from samebits.engines.refusals import RefusedError
+    from samebits.vllm.parallel import split_experts
+
+    with pytest.raises(RefusedError, match=r"the layer x: its experts have biases, .*on one rank"):
+        split_experts("the layer x", SimpleNamespace(has_bias=True), 2)
 
 
 def test_options_of_a_configuration() -> None:
