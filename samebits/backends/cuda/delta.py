@@ -124,7 +124,8 @@ def step_spec(
         *("delta_step.cu", "delta_step", _PARAMS + ("" if steps is None else ssd_steps.PARAMS), constants),
         block=128,
         smem=smem,
-        programmatic=programmatic,
+        # More blocks than multiprocessors fill these unevenly if they begin early.
+        programmatic=programmatic and schedule.tile == 32,
         oldest=SM_80,
     )
 

@@ -202,12 +202,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     const float* own_matrix = matrix + (u32(in_pair) * VALUE_SIZE + u32(in_row) * WIDE);
     const Warp w{m, matrix, own_matrix, columns - warp * COLUMNS, warp, lane, in_row, in_pair};
 
-#ifndef NO_PREFETCH
     if constexpr (AT_ONCE) {  // into the L2 cache, whatever the kernel before may still write
         const float* of_block = matrix - warp * COLUMNS;
         for (int d = threadIdx.x; d < KEY_SIZE; d += THREADS) prefetch_to_l2(of_block + d * VALUE_SIZE);
     }
-#endif
     wait_for_kernel_before();
     let_kernel_behind_start();
     // Whatever is needed at once is asked for at once, and waited for only after that.
