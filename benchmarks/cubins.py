@@ -459,8 +459,8 @@ def recurrent_layers() -> Iterator[Kernel]:
                 yield delta.kernel_spec(way, x, 64, vector=erases, keep=not erases, **given), HOPPER
         for step in delta_schedules.catalogue_of_steps() if x is BF16 and erases >= by_channel else ():
             for dtype, size in ((BF16, 128), (F16, 40)):
-                options = {"hardware_exp2": dtype is BF16, "delta": erases, "weighted": weighted}
-                options["by_channel"] = by_channel
+                options: dict[str, Any] = {"hardware_exp2": dtype is BF16, "delta": erases}
+                options |= {"weighted": weighted, "by_channel": by_channel}
                 yield delta.step_spec(step, dtype, 128, size, **options), HOPPER
                 if weighted:
                     yield (
