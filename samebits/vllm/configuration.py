@@ -57,6 +57,8 @@ def _model_config(own: Callable[..., Any]) -> Callable[..., Any]:
             return config
         if any(name in NATIVE for name in config.architectures):
             return config
+        if config.is_hybrid or config.is_attention_free:  # which covered.py refuses
+            return config
         self.model_impl = "transformers"
         return own(self, *args, **kwargs)
 

@@ -20,7 +20,8 @@ from samebits.engines.refusals import RefusedError
 from samebits.vllm import fp8, lora, parallel
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import replaced
-from samebits.vllm.proven import NATIVE
+from samebits.vllm.proven import HYBRIDS, NATIVE
+from samebits.vllm.recurrent import LAYERS
 
 __all__ = ["check_config", "check_model"]
 
@@ -28,12 +29,14 @@ _LAYERS = {
     "activation": ("GeluAndMul", "SiluAndMul"),
     "attention.attention": ("Attention",),
     "attention.mla_attention": ("MLAAttention",),
-    "layernorm": ("GemmaRMSNorm", "RMSNorm"),
+    "layernorm": ("GemmaRMSNorm", "RMSNorm", "RMSNormGated"),
     "linear": (
         *("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear"),
         *("ReplicatedLinear", "RowParallelLinear"),
     ),
     "logits_processor": ("LogitsProcessor",),
+    "mamba.gdn.qwen_gdn_linear_attn": ("ChunkGatedDeltaRule", "QwenGatedDeltaNetAttention"),
+    "mamba.mamba_mixer2": ("MambaMixer2", "Mixer2RMSNormGated"),
     "rotary_embedding.common": ("ApplyRotaryEmb",),
     "vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding"),
 }
@@ -84,8 +87,7 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         yield "MLA", reason, "set VLLM_MLA_DISABLE=1 before the process starts"
     if model.use_mla and config.quant_config is not None:
         yield "MLA with quantized weights", "kv_b_proj is applied in 16 bits", "set VLLM_MLA_DISABLE=1"
-    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
-        yield "layers with a recurrent state", "only attention is covered", _LATER
+    yield from _found_of_states(config)
     if getattr(config, "watermark_config", None) is not None:
         yield "watermark_config", "it changes what tokens are sampled from", "do not set it"
     dtype = config.cache_config.cache_dtype
@@ -97,6 +99,30 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
     for name, what in _ODDITIES.items():
         if getattr(model.hf_text_config, name, None):
             yield f"{name} in the model's configuration", f"{what} is not covered", _LATER
+
+
+def _found_of_states(config: Any) -> Iterator[tuple[str, str, str]]:
+    """Of layers with a recurrent state."""
+    model, cache = config.model_config, config.cache_config
+    if not (model.is_hybrid or model.is_attention_free):
+        return
+    what = f"recurrent layers of {model.architecture}"
+    if model.architecture not in NATIVE:
+        yield what, f"of models with such layers these are covered: {', '.join(HYBRIDS)}", _LATER
+    if config.parallel_config.tensor_parallel_size > 1 or parallel.contract_of(config) is not None:
+        yield f"several GPUs or segments with {what}", "they are not covered", "give one GPU, and no segments"
+    if config.speculative_config is not None:
+        reason = "a state cannot go back past proposals that are rejected"
+        yield f"speculative_config with {what}", reason, "do not set it"
+    if config.lora_config is not None:
+        yield f"enable_lora with {what}", "their adapters are not covered", "merge the adapter"
+    if model.quantization is not None:
+        yield f"quantization={model.quantization!r} with {what}", "it is not covered", "do not set it"
+    if cache.mamba_cache_mode not in ("none", "align"):
+        reason = "states are kept at the ends of blocks alone"
+        yield f"mamba_cache_mode={cache.mamba_cache_mode!r} with {what}", reason, "give 'align'"
+    if getattr(cache, "use_replayssm", False):
+        yield f"use_replayssm with {what}", "it decodes by another order of sums", "do not set it"
 
 
 def check_model(model: nn.Module, config: Any) -> None:
@@ -140,6 +166,8 @@ def check_model(model: nn.Module, config: Any) -> None:
             raise RefusedError(what, "its norm is of a part of the row", _LATER)
         if hasattr(layer, "impl"):
             _check_attention(what, layer)
+        if (hasattr(layer, "A_log") or isinstance(layer, nn.Conv1d)) and type(layer) not in LAYERS:
+            raise RefusedError(what, "it has a state of its own, which vLLM does not keep", _LATER)
 
 
 def _quantizers(model: nn.Module) -> Iterator[str]:
@@ -156,6 +184,10 @@ def _ignored(architecture: str, config: Any) -> str | None:
             return f"rms_norm_eps={config.rms_norm_eps}"
         if config.clip_qkv is not None:
             return f"clip_qkv={config.clip_qkv}"
+    if architecture == "Qwen3NextForCausalLM":
+        for name, value in (("layer_scale", False), ("attn_output_gate", True), ("output_gate_type", "silu")):
+            if getattr(config, name, value) != value:
+                return f"{name}={getattr(config, name)}"
     if architecture == "Qwen3MoeForCausalLM" and config.use_sliding_window:
         return "use_sliding_window"
     if architecture == "GptOssForCausalLM":

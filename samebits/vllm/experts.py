@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from samebits.transformers import register
 from samebits.vllm import fp8
 from samebits.vllm.parallel import split_experts
 
-__all__ = ["blocks", "experts_of", "install", "replaced", "set_experts"]
+__all__ = ["blocks", "experts_of", "install", "replaced", "set_experts", "without_weights"]
 
 _SHARED = "shared_experts", "shared_expert"
 
@@ -105,6 +105,15 @@ def _in_rows(block: nn.Module) -> Callable[[Tensor], Tensor]:
     return forward
 
 
+def without_weights(config: Any) -> Any:
+    """The model of ``transformers``, which has what is no weight: structure, and code."""
+    from transformers import AutoModelForCausalLM
+
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    with torch.device("meta"):
+        return kind(config).eval()
+
+
 def _blocks_of_transformers(config: Any, in_fp8: list[bool], contract: Contract | None) -> list[Any]:
     """The blocks of experts of a model without weights, in the order of its layers.
 
@@ -112,15 +121,13 @@ def _blocks_of_transformers(config: Any, in_fp8: list[bool], contract: Contract 
         in_fp8: whether a checkpoint has the experts of a block in FP8.
         contract: of products, if a trainer gives one to ``samebits.convert``.
     """
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
     register()
     config = copy.deepcopy(config)
     config._experts_implementation = "samebits"
-    with torch.device("meta"):
-        kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
-        model = kind(config).eval()
+    model = without_weights(config)
     names = [n for n, m in model.named_modules() if hasattr(getattr(m, "experts", None), "is_transposed")]
     if len(names) != len(in_fp8):
         raise RefusedError(
@@ -214,10 +221,15 @@ def _bind_rest(what: str, own: nn.Module, block: nn.Module) -> None:
                 _set(what, router, key, getattr(theirs, key, None))
     for name in _SHARED:
         if hasattr(own, name) and hasattr(block, name):
-            setattr(own, name, _Shared(getattr(block, name)))
-            for layer in getattr(block, name).modules():
+            shared = getattr(block, name)
+            setattr(own, name, _Shared(shared))
+            for layer in shared.modules():
                 if isinstance(layer, RowParallelLinear):
                     layer.reduce_results = True  # and not with the sum of experts
+            gate = getattr(shared, "expert_gate", None)
+            if gate is not None:  # it is the block's here
+                _set(what, cast(nn.Module, own.shared_expert_gate), "weight", gate.weight)
+                shared.expert_gate = None
     left = [key for key, t in [*own.named_parameters(), *own.named_buffers()] if t.is_meta]
     if left:
         raise RefusedError(what, f"vLLM has no counterpart of {', '.join(left)}", "run it without samebits")

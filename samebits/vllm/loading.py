@@ -23,6 +23,7 @@ from samebits.vllm import lora, parallel, sampling
 from samebits.vllm.covered import check_model
 from samebits.vllm.experts import set_experts
 from samebits.vllm.proven import ROUNDED_ONCE
+from samebits.vllm.recurrent import set_layers
 from samebits.vllm.warmup import warm_up
 
 __all__ = ["install"]
@@ -73,6 +74,7 @@ def _load(own: Callable[..., nn.Module], hooks: Hooks) -> Callable[..., nn.Modul
             sampling.install_raw(hooks)
         model = own(self, vllm_config, model_config, *args, **kwargs)
         set_experts(model, model_config.hf_text_config, parallel.contract_of(vllm_config))
+        set_layers(model, vllm_config, hooks)
         check_model(model, vllm_config)
         parallel.set_contracts(model, vllm_config)
         _set_frequencies(model, model_config)

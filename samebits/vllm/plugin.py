@@ -46,9 +46,20 @@ def enable(*, any_version: bool = False) -> None:
 def _install(hooks: Hooks) -> None:
     from vllm.platforms import current_platform
 
-    from samebits.vllm import attention, experts, fp8, layers, loading, lora, parallel, sampling, unfused
+    from samebits.vllm import (
+        attention,
+        experts,
+        fp8,
+        layers,
+        loading,
+        lora,
+        parallel,
+        recurrent,
+        sampling,
+        unfused,
+    )
 
-    parts = [layers, experts, fp8, lora, parallel, attention, sampling, unfused, loading]
+    parts = [layers, experts, recurrent, fp8, lora, parallel, attention, sampling, unfused, loading]
     if current_platform.is_cpu():
         from samebits.vllm import mla
 

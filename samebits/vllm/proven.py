@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["COVERED", "NATIVE", "ROUNDED_ONCE", "TESTED"]
+__all__ = ["COVERED", "HYBRIDS", "NATIVE", "ROUNDED_ONCE", "TESTED"]
 
 TESTED = {
     "0.26.0": ("cuda", "2.11", "an H200: CUDA graphs, the V2 model runner, chunks, prefixes, preemption"),
@@ -18,6 +18,7 @@ NATIVE = {
     "GptOssForCausalLM": ("gpt_oss",),
     "GraniteForCausalLM": ("granite",),
     "GraniteMoeForCausalLM": ("granitemoe",),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", "granitemoe", "granitemoeshared"),
     "LlamaForCausalLM": ("llama",),
     "MistralForCausalLM": ("mistral", "llama"),
     "MixtralForCausalLM": ("mixtral",),
@@ -26,9 +27,13 @@ NATIVE = {
     "Qwen2ForCausalLM": ("qwen2",),
     "Qwen3ForCausalLM": ("qwen3", "qwen2"),
     "Qwen3MoeForCausalLM": ("qwen3_moe",),
+    "Qwen3NextForCausalLM": ("qwen3_next", "qwen2_moe"),
 }
 """Architectures that vLLM's own classes run, and the modules of ``vllm.model_executor.models`` that hold
 them. All others run as ``model_impl="transformers"``."""
+
+HYBRIDS = ("GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM")
+"""Those of them that have layers with a recurrent state."""
 
 ROUNDED_ONCE = ("GptOssForCausalLM",)
 """Those of them whose norms ``transformers`` rounds after the weight, not before."""
@@ -36,6 +41,7 @@ ROUNDED_ONCE = ("GptOssForCausalLM",)
 COVERED = (
     ("dense decoders", "yes", "yes"),
     ("mixtures of experts", "yes", "Qwen3-MoE, GPT-OSS"),
+    ("recurrent layers of Mamba 2 and of gated delta rules, with prefixes and preemption", "yes", "not run"),
     ("MLA, as expanded keys and values", "yes", "not run"),
     ("MLA in its absorbed form (`VLLM_MLA_DISABLE=0`)", "yes", "refused"),
     ("block FP8, dense: checkpoints, and weights quantized while they are loaded", "yes", "checkpoints"),

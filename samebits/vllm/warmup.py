@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from samebits.engines.kernels import grouped, grouped_in_fp8, make_ready, products, row_counts
-from samebits.vllm import fp8
+from samebits.vllm import fp8, recurrent
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import experts_of
 from samebits.vllm.parallel import contract_of, of_layer, of_rank
@@ -23,6 +23,10 @@ __all__ = ["warm_up"]
 
 _PROMPT_ROWS = 1024
 """Rows of a prompt whose log-probs vLLM computes at once."""
+
+
+_KERNELS_OF_A_STEP = 6
+"""Of a recurrent layer, at most: a call stops at the first that is not loaded."""
 
 
 def warm_up(model: nn.Module, config: Any) -> None:
@@ -35,6 +39,8 @@ def warm_up(model: nn.Module, config: Any) -> None:
     layers: dict[tuple[Any, ...], list[Tensor]] = {}  # by dtypes, as routers may be in float32, and contracts
     in_fp8: dict[tuple[int, int], Callable[[Tensor], object]] = {}
     for m in model.modules():
+        if isinstance(m, LinearBase) and m.weight.ndim == 3:  # of a convolution
+            continue
         if isinstance(m, LinearBase) and m.weight.dtype.itemsize > 1:
             layers.setdefault((m.weight.dtype, *of_layer(m)), []).append(m.weight)
         elif isinstance(m, LinearBase):
@@ -67,6 +73,9 @@ def warm_up(model: nn.Module, config: Any) -> None:
     for _ in range(2):  # a call stops at the first kernel that is not loaded, and has two
         make_ready(calls)
     make_ready([*_attention(model, config, tokens, sequences)])
+    steps = [*recurrent.steps(model, tokens, sequences)]
+    for _ in range(_KERNELS_OF_A_STEP if steps else 0):
+        make_ready(steps)
 
 
 def _attention(model: nn.Module, config: Any, tokens: int, sequences: int) -> Iterator[Callable[[], object]]:

@@ -134,6 +134,40 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+STATES = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 64,
+}
+MODELS["granite_hybrid"] = (
+    *("GraniteMoeHybrid", "GraniteMoeHybrid"),
+    MODELS["granite"][2] | STATES | {"num_local_experts": 0, "shared_intermediate_size": 192},
+)
+MODELS["falcon_h1"] = (*("FalconH1", "FalconH1"), {"mamba_d_ssm": 256, **STATES, "layer_types": None})
+MODELS["qwen3_next"] = (
+    *("Qwen3Next", "Qwen3Next"),
+    {
+        "head_dim": 64,
+        "num_hidden_layers": 3,
+        "layer_types": STATES["layer_types"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [0],
+    },
+)
 MODELS["deepseek_v3_wide"] = (
     *MODELS["deepseek_v3"][:2],
     MODELS["deepseek_v3"][2]

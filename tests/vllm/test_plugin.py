@@ -25,6 +25,7 @@ MODULES = [
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
     "vllm.model_executor.layers.layernorm",
     "vllm.model_executor.layers.linear",
+    "vllm.model_executor.layers.mamba.mamba_mixer2",
     "vllm.model_executor.layers.logits_processor",
     "vllm.model_executor.layers.rotary_embedding.base",
     "vllm.model_executor.layers.vocab_parallel_embedding",

@@ -11,6 +11,9 @@ import pytest
 from samebits.engines.refusals import RefusedError
 from tests.vllm.conftest import Engine, generate
 
+SEGMENTS = {"samebits": {"segments": 8}}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
 
 def _segments(count: int) -> dict[str, Any]:
     return {"additional_config": {"samebits": {"segments": count}}}
@@ -24,6 +27,13 @@ def _segments(count: int) -> dict[str, Any]:
         ("qwen3", {"hf_overrides": {"head_dtype": "float16"}}, r"head_dtype=torch.float16: .*torch.float32"),
         ("mixtral", {"enable_lora": True}, r"enable_lora with a mixture of experts: .*merge the adapter"),
         ("olmoe", {"hf_overrides": {"clip_qkv": 8.0}}, r"clip_qkv=8.0 .*give model_impl=.transformers"),
+        ("granite_hybrid", {"enable_lora": True}, r"enable_lora with recurrent layers of GraniteMoeHybrid"),
+        (
+            "qwen3_next",
+            {"speculative_config": NGRAM},
+            r"speculative_config with .*Qwen3Next.*: a state",
+        ),
+        ("falcon_h1", {}, r"recurrent layers of FalconH1.*: of models with such layers these are covered"),
         ("olmo2", {"hf_overrides": {"llama_4_scaling": {"beta": 1}}}, r"llama_4_scaling in the model's"),
         ("qwen3", {"tensor_parallel_size": 2}, r"tensor_parallel_size=2: .*options\(segments=8\)"),
         ("qwen3", {"tensor_parallel_size": 4, **_segments(2)}, r"=4: 2 segments of a sum cannot be split"),
