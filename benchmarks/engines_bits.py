@@ -6,8 +6,8 @@ for all rows: the engine preempts some and computes them again. Then `transforme
 log-prob in one forward over prompt and answer, in padded batches.
 
 With models of BREADTH the results are NAME_breadth.json: mixtures of experts; requests that use ADAPTERS
-adapters in turns, or none, not merged; checkpoints in block FP8; weights that the engine quantizes online; a
-head in float32.
+adapters in turns, or none, not merged; layers with a recurrent state; checkpoints in block FP8; weights that
+the engine quantizes online; a head in float32.
 """
 
 from __future__ import annotations
@@ -113,6 +113,37 @@ BREADTH: dict[str, dict[str, Any]] = {
     "qwen3_fp8": MODELS["qwen3"],
     "qwen3_fp8_online": MODELS["qwen3"],
     "qwen3_head": MODELS["qwen3"] | {"head_dtype": "float32"},
+}
+_STATES = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "tie_word_embeddings": False,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+}
+BREADTH |= {
+    "granitemoehybrid": _STATES
+    | {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 3072,
+        "mamba_n_heads": 32,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0078125,
+    },
+    "qwen3_next": _STATES
+    | {
+        "head_dim": 128,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "moe_intermediate_size": 384,
+        "shared_expert_intermediate_size": 384,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+    },
 }
 BREADTH |= {f"qwen3_moe_{form}": BREADTH["qwen3_moe"] for form in ("fp8", "fp8_online")}
 """What is beside dense models. With "_lora", the model has adapters. With "_fp8", its checkpoint is in block

@@ -28,6 +28,8 @@ from benchmarks.engines_bits import (
 from benchmarks.record import arguments
 
 PAGE = 16
+HYBRID = 1200
+"""Pages of a model with recurrent layers."""
 
 
 def serve(folder: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -44,6 +46,11 @@ def serve(folder: str, options: argparse.Namespace) -> dict[str, Any]:
         more |= {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": RANK}
     if Path(folder, ONLINE).exists():
         more["quantization"] = ONLINE
+    more["num_gpu_blocks_override"] = CACHED // PAGE
+    if (
+        "linear_attention" in Path(folder, "config.json").read_text()
+    ):  # a page has a state, or some 500 tokens
+        more |= {"mamba_cache_mode": "align", "num_gpu_blocks_override": HYBRID}
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
@@ -53,7 +60,6 @@ def serve(folder: str, options: argparse.Namespace) -> dict[str, Any]:
         gpu_memory_utilization=0.2,
         kv_cache_memory_bytes=8 << 30,  # engines side by side could not measure what is free
         block_size=PAGE,
-        num_gpu_blocks_override=CACHED // PAGE,
         enable_prefix_caching=True,
         disable_log_stats=False,
         seed=0,
