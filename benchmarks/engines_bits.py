@@ -93,6 +93,7 @@ _EXPERTS = {
 BREADTH: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS
     | {"head_dim": 128, "moe_intermediate_size": 384, "num_experts": 64, "norm_topk_prob": True},
+    "mixtral": _EXPERTS | {"head_dim": 64, "intermediate_size": 1024, "num_local_experts": 16},
     "gpt_oss": _EXPERTS
     | {
         "head_dim": 64,

@@ -78,6 +78,9 @@ def _set_arguments(args: Any) -> None:
     args.attention_backend = NAME
     if args.page_size is None:
         args.page_size = PAGE
+    if args.moe_runner_backend == "auto":
+        args.moe_runner_backend = "triton"  # which leaves weights of experts as they are
+    args.disable_shared_experts_fusion = True  # they are layers of their own
     args.disable_hybrid_swa_memory = True  # layers with a window keep all keys, in pages of one cache
     asked = args.cuda_graph_backend_prefill
     if asked not in (None, "disabled"):

@@ -11,7 +11,8 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import nn
 
-from samebits.engines.refusals import RefusedError
+from samebits.engines.refusals import RefusedError, ignored
+from samebits.sglang.experts import replaced
 from samebits.sglang.proven import NATIVE
 
 __all__ = ["check_arguments", "check_model"]
@@ -53,6 +54,9 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "lora_paths": ((None, [], {}), "an adapter's products are added in another order than PEFT's", _UNSET),
     "speculative_algorithm": ((None,), "its proposals run in another model", _LATER),
     **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "dcp_size"), ((1,), _ORDER, _ONE)),
+    "moe_runner_backend": (("auto", "triton"), "it lays out weights of experts in another way", _UNSET),
+    "moe_a2a_backend": (("none",), _ORDER, _UNSET),
+    "enable_fused_qk_norm_rope": ((False,), "it rounds elsewhere than transformers", _UNSET),
     "enable_torch_compile": ((False,), "compiled code has kernels of its own", _UNSET),
     "enable_deterministic_inference": ((False,), "samebits replaces the same operators", _UNSET),
     "rl_on_policy_target": ((None,), "it has the bits of another trainer", "give 'samebits'"),
@@ -97,7 +101,13 @@ def check_model(model: nn.Module, config: Any, length: int) -> None:
         )
     if getattr(config, "quantization_config", None):
         raise RefusedError("quantization_config", *_ARGUMENTS["quantization"][1:])
+    option = ignored(type(model).__name__, config)
+    if option is not None:
+        raise RefusedError(option, f"SGLang's {type(model).__name__} does not look at it", _LATER)
+    unused = replaced(model)
     for name, layer in model.named_modules():
+        if any(f"{name}.".startswith(f"{other}.") for other in unused):
+            continue
         what = f"the layer {name or '(the model)'} of class {type(layer).__name__}"
         _check_class(what, layer, models)
         if isinstance(layer, (LinearBase, VocabParallelEmbedding)):

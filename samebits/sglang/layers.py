@@ -47,6 +47,7 @@ def install(hooks: Hooks) -> None:
     turned = modeling_gemma3.apply_rotary_pos_emb  # SGLang turns in float32
     hooks.replace(gemma3_causal, "apply_rotary_pos_emb", turned, "q", "k", "cos", "sin")
     _replace_everywhere(hooks, utils.apply_qk_norm, _head_norms, "q", "k", "q_norm", "k_norm", "head_dim")
+    _replace_everywhere(hooks, utils.enable_fused_set_kv_buffer, _no_fused_write, "forward_batch")
     head = "self", "hidden_states", "lm_head", "embedding_bias"
     hooks.replace(logits_processor.LogitsProcessor, "_compute_lm_head", _logits, *head)
 
@@ -80,6 +81,11 @@ def _head_norms(
 ) -> tuple[Tensor, ...]:
     """Norms of the heads of ``[tokens, heads * size]``, which SGLang would fuse on a GPU."""
     return tuple(norm(x.unflatten(-1, (-1, head_dim))).flatten(-2) for norm, x in ((q_norm, q), (k_norm, k)))
+
+
+def _no_fused_write(forward_batch: Any) -> bool:
+    """Attention writes keys and values. SGLang would do so while it turns them, on a GPU."""
+    return False
 
 
 def _logits(self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from samebits.engines.hooks import Hooks
 from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
 from samebits.mode.calls import outermost
 from samebits.sglang.covered import check_arguments, check_model
+from samebits.sglang.experts import set_experts
 
 __all__ = ["install"]
 
@@ -50,6 +51,7 @@ def _load(own: Callable[[Any], None], hooks: Hooks) -> Callable[[Any], None]:
         model, config = self.model, self.model_config.hf_text_config
         length = self.model_config.context_len
         check_model(model, config, length)
+        set_experts(model, config)
         _set_frequencies(model, config, length)
         _set_logits(model.logits_processor, config)
         _round_scales(model)

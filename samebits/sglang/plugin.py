@@ -41,7 +41,7 @@ def enable() -> None:
 
 
 def _install(hooks: Hooks) -> None:
-    from samebits.sglang import attention, layers, loading, sampling
+    from samebits.sglang import attention, experts, layers, loading, sampling
 
-    for part in (layers, attention, sampling, loading):
+    for part in (layers, experts, attention, sampling, loading):
         part.install(hooks)

@@ -14,11 +14,15 @@ NATIVE = {
     "Gemma2ForCausalLM": ("gemma2",),
     "Gemma3ForCausalLM": ("gemma3_causal",),
     "Glm4ForCausalLM": ("glm4", "llama"),
+    "Glm4MoeForCausalLM": ("glm4_moe",),
     "GraniteForCausalLM": ("granite",),
     "LlamaForCausalLM": ("llama",),
     "MistralForCausalLM": ("mistral", "llama"),
+    "MixtralForCausalLM": ("mixtral",),
+    "OlmoeForCausalLM": ("olmoe",),
     "Phi3ForCausalLM": ("llama",),
     "Qwen2ForCausalLM": ("qwen2",),
     "Qwen3ForCausalLM": ("qwen3", "qwen2"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen2_moe"),
 }
 """Architectures, and the modules of ``sglang.srt.models`` that hold them."""

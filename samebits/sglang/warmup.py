@@ -14,7 +14,9 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
 from samebits.engines.attention import paged
-from samebits.engines.kernels import make_ready, products
+from samebits.engines.experts import routers_of
+from samebits.engines.kernels import grouped, make_ready, products
+from samebits.sglang.experts import blocks
 
 __all__ = ["warm_up"]
 
@@ -38,7 +40,19 @@ def warm_up(model: nn.Module, runner: Any) -> None:
     heads = [m.weight for m in model.modules() if isinstance(m, VocabParallelEmbedding)]  # one may be tied
     wide = torch.float32 if args.enable_fp32_lm_head else None
     make_ready(products(layers, tokens) + products(heads, max(sequences, _PROMPT_ROWS), wide))
+    make_ready(_experts(model, tokens, runner.model_config.hf_text_config))
     make_ready([*_attention(model, runner, tokens, sequences)])
+
+
+def _experts(model: nn.Module, tokens: int, config: Any) -> list[Callable[[], object]]:
+    """Calls of all layers of experts."""
+    found = [block for _, block in blocks(model)]
+    if not found:
+        return []
+    weights = [getattr(b.experts, name).data.mT for b in found for name in ("w13_weight", "w2_weight")]
+    routers = [getattr(b, name) for b in found for name in routers_of(b)]
+    wide = [r.weight.data.float() for r in routers if not isinstance(r, LinearBase)]  # GLM's
+    return grouped(weights, tokens, config.num_experts_per_tok) + (products(wide, tokens) if wide else [])
 
 
 def _attention(model: nn.Module, runner: Any, tokens: int, sequences: int) -> Iterator[Callable[[], object]]:

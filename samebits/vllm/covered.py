@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
-from samebits.engines.refusals import RefusedError
+from samebits.engines.refusals import RefusedError, ignored
 from samebits.vllm import fp8, lora, parallel
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import replaced
@@ -136,7 +136,7 @@ def check_model(model: nn.Module, config: Any) -> None:
     models = "vllm.model_executor.models"
     if native is not None and type(model).__module__ in {f"{models}.{m}" for m in native}:
         origins = (*(f"{models}.{m}" for m in native), "torch.nn.modules.container")
-        if said := _ignored(architecture, config.model_config.hf_text_config):
+        if said := ignored(architecture, config.model_config.hf_text_config):
             what, reason = f"{said} in the model's configuration", "vLLM's own class ignores it"
             raise RefusedError(what, reason, 'give model_impl="transformers"')
     elif f"{type(model).__module__}.".startswith(f"{models}.transformers."):
@@ -175,26 +175,6 @@ def _quantizers(model: nn.Module) -> Iterator[str]:
     for name, layer in model.named_modules():
         if type(layer).__name__ == "MLAAttention":
             yield from (f"{name}.{own}" for own in ("_decode_concat_quant_fp8_op", "_quant_fp8_op"))
-
-
-def _ignored(architecture: str, config: Any) -> str | None:
-    """What vLLM's own class does not look at, and ``transformers`` does."""
-    if architecture == "OlmoeForCausalLM":
-        if config.rms_norm_eps != 1e-5:
-            return f"rms_norm_eps={config.rms_norm_eps}"
-        if config.clip_qkv is not None:
-            return f"clip_qkv={config.clip_qkv}"
-    if architecture == "Qwen3NextForCausalLM":
-        for name, value in (("layer_scale", False), ("attn_output_gate", True), ("output_gate_type", "silu")):
-            if getattr(config, name, value) != value:
-                return f"{name}={getattr(config, name)}"
-    if architecture == "Qwen3MoeForCausalLM" and config.use_sliding_window:
-        return "use_sliding_window"
-    if architecture == "GptOssForCausalLM":
-        windows = [kind == "sliding_attention" for kind in config.layer_types]
-        if windows != [i % 2 == 0 for i in range(len(windows))]:
-            return "layer_types that do not alternate"
-    return None
 
 
 def _check_class(what: str, layer: nn.Module, origins: tuple[str, ...]) -> None:

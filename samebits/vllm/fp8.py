@@ -2,7 +2,7 @@
 
 Weights are those of a checkpoint, or are quantized while they are loaded (``quantization="fp8_per_block"``),
 by :func:`samebits.quantize` as in ``samebits.convert(model, fp8="block")``. Linear layers compute here.
-Experts have their weights from here, and compute in ``experts.py``.
+Experts have their weights from here, and compute in ``samebits/engines/experts.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.model_executor.layers.quantization.online import base
 from vllm.model_executor.layers.quantization.online import fp8 as online
 
 from samebits.contract import SCALE_BLOCK
+from samebits.engines.experts import ROUTERS
 from samebits.engines.hooks import Hooks
 from samebits.engines.layers import keep_weights
 from samebits.engines.refusals import RefusedError
@@ -26,7 +27,7 @@ from samebits.ops.fp8_weights import linear_of_values
 from samebits.ops.quantize import quantize
 from samebits.transformers import are_experts
 
-__all__ = ["EXPERTS", "METHODS", "ONLINE", "ROUTERS", "check_config", "check_experts", "install", "product"]
+__all__ = ["EXPERTS", "METHODS", "ONLINE", "check_config", "check_experts", "install", "product"]
 
 ONLINE = "fp8_per_block"
 """The name of weights that are quantized while they are loaded."""
@@ -39,9 +40,6 @@ EXPERTS = offline.Fp8MoEMethod, online.Fp8PerBlockOnlineMoEMethod
 
 _NOT_QUANTIZED = ("GptOssForCausalLM",)
 """Architectures whose experts vLLM does not quantize while it loads them."""
-
-ROUTERS = "gate", "router"
-"""Names of routers in blocks of experts."""
 
 
 def install(hooks: Hooks) -> None:

@@ -25,12 +25,12 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor, split_decodes_and_prefills
 
 from samebits.backends.delta import layout
+from samebits.engines.experts import without_weights
 from samebits.engines.hooks import Hooks
 from samebits.engines.recurrent import Packing, Step, convolved, gone_on
 from samebits.ops.add_rms_norm import add_rms_norm
 from samebits.ops.delta_rule import gated_delta_rule
 from samebits.ops.ssd import ssd
-from samebits.vllm.experts import without_weights
 
 __all__ = ["LAYERS", "install", "set_layers", "steps"]
 

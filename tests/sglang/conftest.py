@@ -92,9 +92,11 @@ def start(folders: Callable[[str], Path]) -> Iterator[Start]:
     finally:
         if "sglang.srt.distributed" in sys.modules:
             from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
+            from sglang.srt.eplb.expert_location import set_global_expert_location_metadata
 
             destroy_model_parallel()
             destroy_distributed_environment()
+            set_global_expert_location_metadata(None, allow_overwrite=True)
 
 
 class Runner:

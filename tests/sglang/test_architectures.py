@@ -11,18 +11,20 @@ from tests.sglang.conftest import Start
 from tests.vllm.conftest import prompts, trainer
 
 NATIVE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "glm4", "granite"]
+EXPERTS = ["mixtral", "qwen3_moe_sparse", "olmoe", "glm4_moe"]
+WINDOWS = ["mistral", "mixtral"]  # of which SGLang has none
 OPTIONS = {
     "gemma2": {"json_model_override_args": '{"hidden_act": "gelu_pytorch_tanh"}'},  # as checkpoints have it
-    "mistral": {"context_length": 16},
+    **{name: {"context_length": 16} for name in WINDOWS},
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", NATIVE + EXPERTS)
 def test_bits_of_the_trainer(name: str, start: Start, folders: Callable[[str], Path]) -> None:
     from samebits.engines.parity import compare, replay
 
-    longest = 10 if name == "mistral" else 40  # of which SGLang has no window
+    longest = 10 if name in WINDOWS else 40
     samples = start(name, **OPTIONS.get(name, {})).generate(prompts(4, 3, longest))
     model = trainer(folders(name))
     parity = compare(samples, replay(model, [[*s.prompt, *s.tokens] for s in samples]))

@@ -26,6 +26,7 @@ MODULES = [
     "sglang.srt.layers.sampler",
     "sglang.srt.model_executor.model_runner",
     "sglang.srt.models.qwen3",
+    "sglang.srt.models.qwen3_moe",
     "sglang.srt.models.utils",
 ]
 
@@ -58,11 +59,13 @@ def test_every_hook_is_undone() -> None:
     assert {
         "sglang.srt.layers.layernorm.RMSNorm.forward",
         "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.process_weights_after_loading",
         "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
         "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward",
         "sglang.srt.layers.sampler.Sampler.forward",
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         "sglang.srt.models.qwen3.apply_qk_norm",
+        "sglang.srt.models.qwen3_moe.enable_fused_set_kv_buffer",
         "backend samebits",
         "choice samebits",
     } <= changed(before)
@@ -109,6 +112,7 @@ def test_who_asks(how: str, folders: Callable[[str], Path], monkeypatch: pytest.
     assert args.rl_on_policy_target is None
     assert not args.enable_deterministic_inference
     assert args.cuda_graph_config.prefill.backend == "disabled"
+    assert (args.moe_runner_backend, args.disable_shared_experts_fusion) == ("triton", True)
 
 
 def test_the_command_line_knows_the_target() -> None:

@@ -41,6 +41,9 @@ def test_options(
         ("enable_torch_compile", True, r"enable_torch_compile=True: compiled code"),
         ("enable_deterministic_inference", True, r"enable_deterministic_inference=True: samebits replaces"),
         ("pp_size", 2, r"pp_size=2"),
+        ("moe_runner_backend", "flashinfer_cutlass", r"moe_runner_backend='flashinfer_cutlass': it lays out"),
+        ("moe_a2a_backend", "deepep", r"moe_a2a_backend='deepep': sums over GPUs"),
+        ("enable_fused_qk_norm_rope", True, r"enable_fused_qk_norm_rope=True: it rounds elsewhere"),
         ("disaggregation_mode", "prefill", r"disaggregation_mode='prefill'"),
     ],
 )
@@ -115,6 +118,33 @@ def test_a_window_that_sglang_does_not_have(start: Start) -> None:
     """Its Llama, which runs Mistral, knows no window."""
     with pytest.raises(RefusedError, match=r"layers.0.self_attn.attn .*and that of transformers 16 keys"):
         start("mistral")
+
+
+def test_experts(start: Start) -> None:
+    import torch
+
+    from samebits.sglang.covered import check_model
+    from samebits.sglang.experts import set_experts
+
+    runner = start("olmoe").runner
+    model, config = runner.model, runner.model_config.hf_text_config
+    experts = model.model.layers[1].mlp.experts
+    own, experts.quant_method = experts.quant_method, type("Method", (torch.nn.Module,), {})()
+    with pytest.raises(RefusedError, match=r"layers.1.mlp of class OlmoeMoE: Method computes its experts"):
+        set_experts(model, config)
+    experts.quant_method = own
+    experts.w2_weight.data = experts.w2_weight.data[:-1]
+    with pytest.raises(RefusedError, match=r"layers.1.mlp .*expected down_proj of \(8, 128, 192\)"):
+        set_experts(model, config)
+    config.clip_qkv = 8.0
+    with pytest.raises(RefusedError, match=r"clip_qkv=8.0: SGLang's OlmoeForCausalLM does not look at it"):
+        check_model(model, config, 128)
+
+
+def test_layers_without_experts_that_sglang_does_not_have(start: Start) -> None:
+    """Its Qwen3-MoE has experts in every layer."""
+    with pytest.raises(RefusedError, match=r"2 layers of experts: the model of transformers has 1"):
+        start("qwen3_moe")
 
 
 def test_uncovered_operators_are_errors(start: Start) -> None:

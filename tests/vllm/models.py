@@ -82,11 +82,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", "Starcoder2", NO_HEAD),
     "mixtral": ("Mixtral", "Mixtral", MIXTRAL),
     "qwen3_moe": ("Qwen3Moe", "Qwen3Moe", {"norm_topk_prob": True, "mlp_only_layers": [0], **EXPERTS}),
+    "qwen3_moe_sparse": ("Qwen3Moe", "Qwen3Moe", {"norm_topk_prob": True, **EXPERTS}),
     "qwen3_moe_wide": (
         *("Qwen3Moe", "Qwen3Moe"),
         {"norm_topk_prob": True, "mlp_only_layers": [0], **WIDE, **EXPERTS, "moe_intermediate_size": 128},
     ),
-    "olmoe": ("Olmoe", "Olmoe", NO_HEAD | {"num_experts": 8, "num_experts_per_tok": 2}),
+    "olmoe": (
+        "Olmoe",
+        "Olmoe",
+        NO_HEAD | {"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2},
+    ),
     "granite_moe": (
         *("GraniteMoe", "GraniteMoe"),
         NO_HEAD
@@ -195,6 +200,9 @@ def build(name: str, seed: int = 0) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter.dtype))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_((torch.randn(buffer.shape, generator=generator) * 0.1).to(buffer.dtype))
     return model
 
 
