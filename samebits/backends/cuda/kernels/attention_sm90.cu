@@ -600,7 +600,7 @@ struct Seen {
                 u32 first[4], second[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    first[i] = words[u + i * SIZE / 2], second[i] = words[u + (i * SIZE + 1) / 2];
+                    first[i] = words[u + i * SIZE / 2], second[i] = words[u + i * SIZE / 2 + SIZE / 4];
                 transpose(first);
                 if (SIZE == 4) transpose(second);
 #pragma unroll
