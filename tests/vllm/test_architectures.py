@@ -42,7 +42,9 @@ def test_native_architectures_run_by_transformers_code_too(
 
 @pytest.mark.long
 def test_latent_attention_in_its_absorbed_form(
-    engine: Engine, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,  # before the engine, which restores at its end what it has found
+    engine: Engine,
+    folders: Callable[[str], Path],
 ) -> None:
     from samebits.latent import absorb
     from samebits.vllm.check import replayed
