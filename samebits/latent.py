@@ -57,6 +57,7 @@ class Absorbed(nn.Module):
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[batch, 1, tokens, size]`` as they are in the cache."""
         _check_function(self)
+        _check_weight("samebits.latent", type(self).__name__, self)  # adapters may have come since
         keys = torch.cat([kv_nope, k_rot], -1)
         return keys, keys[..., : kv_nope.shape[-1]]
 
@@ -75,6 +76,19 @@ def _check_function(layer: Any) -> None:
         raise RuntimeError(
             f"samebits.latent: {type(layer).__name__} in its absorbed form: expected to run within"
             f' samebits.batch_invariant, or with attn_implementation="samebits", got {name!r}'
+        )
+
+
+def _check_weight(by: str, name: str, layer: Any) -> None:
+    """Raise unless ``kv_b_proj`` is its weight alone, which is all that the absorbed form reads."""
+    b = layer.kv_b_proj
+    plain = isinstance(b, nn.Linear) and b.bias is None and b.weight.dtype.itemsize > 1
+    options = [o for o in ("contract", "fp8", "out_dtype") if getattr(b, o, None) is not None]
+    if not plain or hasattr(b, "base_layer") or options:
+        said = f" with {', '.join(options)}" if options else ""
+        raise ValueError(
+            f"{by}: {name}.kv_b_proj: expected a linear layer without bias, adapter, quantization and options"
+            f" of samebits.convert, got {type(b).__name__}{said}"
         )
 
 
@@ -101,7 +115,8 @@ def absorb(model: nn.Module) -> tuple[str, ...]:
 
     Raises:
         ValueError: the model has no layer of latent attention, one that was not proven, or one whose
-            ``kv_b_proj`` is no linear layer without a bias: quantized, or with an adapter.
+            ``kv_b_proj`` is no linear layer without a bias: quantized, with an adapter, or converted with
+            options. A forward raises it, too, if that came later.
     """
     found: dict[str, Any] = {}
     for name, layer in model.named_modules():
@@ -111,7 +126,6 @@ def absorb(model: nn.Module) -> tuple[str, ...]:
         if isinstance(layer, Absorbed):
             continue
         kind: Any = type(layer)
-        b = layer.kv_b_proj
         if kind.__module__ not in _PROVEN:
             raise ValueError(
                 f"samebits.latent.absorb: {name}: expected a layer of one of {', '.join(_PROVEN)},"
@@ -119,12 +133,7 @@ def absorb(model: nn.Module) -> tuple[str, ...]:
             )
         if not hasattr(layer, "expand_kv"):
             raise ValueError(f"samebits.latent.absorb: {name}: expected a newer transformers")
-        plain = isinstance(b, nn.Linear) and b.bias is None and b.weight.dtype.itemsize > 1
-        if not plain or hasattr(b, "base_layer"):
-            raise ValueError(
-                f"samebits.latent.absorb: {name}.kv_b_proj: expected a linear layer without bias, adapter and"
-                f" quantization, got {type(b).__name__}"
-            )
+        _check_weight("samebits.latent.absorb", name, layer)
     if not found:
         raise ValueError("samebits.latent.absorb: model: expected layers of latent attention, found none")
     for layer in found.values():

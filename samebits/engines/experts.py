@@ -77,7 +77,10 @@ def blocks_of_transformers(config: Any, in_fp8: list[bool], contract: Contract |
         block = (SCALE_BLOCK, SCALE_BLOCK)
         replace_with_fp8_linear(model, others, FineGrainedFP8Config(weight_block_size=block))
     if contract is not None:
-        convert(model, contract=contract)
+        left = {u.name: u.reason for u in convert(model, contract=contract).unconverted}
+        for name in names:
+            if reason := left.get(f"{name}.experts"):
+                raise RefusedError(f"experts of {name} in segments", reason, "run it without segments")
     found = [model.get_submodule(name) for name in names]
     for block in found:
         block.experts.config = config

@@ -87,6 +87,8 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         yield "MLA", reason, "set VLLM_MLA_DISABLE=1 before the process starts"
     if model.use_mla and config.quant_config is not None:
         yield "MLA with quantized weights", "kv_b_proj is applied in 16 bits", "set VLLM_MLA_DISABLE=1"
+    if model.use_mla and config.lora_config is not None:
+        yield "MLA with enable_lora", "adapters of kv_b_proj are not applied", "set VLLM_MLA_DISABLE=1"
     yield from _found_of_states(config)
     if getattr(config, "watermark_config", None) is not None:
         yield "watermark_config", "it changes what tokens are sampled from", "do not set it"

@@ -142,3 +142,18 @@ def test_refusals() -> None:
     latent.absorb(model)
     with pytest.raises(RuntimeError, match=r"expected to run within samebits\.batch_invariant, or"):
         model(IDS)
+
+
+@pytest.mark.parametrize("what", ["an adapter", "a contract"])
+def test_what_comes_to_the_weight_later_is_refused(what: str) -> None:
+    """Only the weight is read, so an adapter would have no effect, and a contract none either."""
+    samebits.transformers.register()
+    model = model_of("DeepseekV3", attn_implementation="samebits")
+    latent.absorb(model)
+    if what == "an adapter":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["kv_b_proj"]))
+    else:
+        samebits.convert(model, contract=samebits.TENSOR_CORE.segmented(8))
+    with pytest.raises(ValueError, match=r"kv_b_proj: expected a linear layer without bias, adapter"):
+        model(IDS)

@@ -20,6 +20,7 @@ from tests.sglang.conftest import Start, arguments
         ({"cuda_graph_backend_prefill": "full"}, r"cuda_graph_backend_prefill='full': only decoding"),
         ({"kv_cache_dtype": "fp8_e4m3"}, r"kv_cache_dtype='fp8_e4m3': .*give 'auto'"),
         ({"tp_size": 2}, r"tp_size=2: sums over GPUs"),
+        ({"init_expert_location": "map.json"}, r"init_expert_location='map\.json': experts lie in another"),
         ({"rl_on_policy_target": "fsdp"}, r"rl_on_policy_target='fsdp': it has the bits of another trainer"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
