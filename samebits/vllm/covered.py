@@ -90,6 +90,9 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
     if model.use_mla and config.lora_config is not None:
         yield "MLA with enable_lora", "adapters of kv_b_proj are not applied", "set VLLM_MLA_DISABLE=1"
     yield from _found_of_states(config)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and draft.is_hybrid:
+        yield f"a draft model {draft.architecture}", "its layers with a state are not covered", _LATER
     if getattr(config, "watermark_config", None) is not None:
         yield "watermark_config", "it changes what tokens are sampled from", "do not set it"
     dtype = config.cache_config.cache_dtype
