@@ -78,5 +78,8 @@ def test_beside_a_gpu_only_covered_operators_have_a_kernel(monkeypatch: pytest.M
     kernels._context_kernels()
     in_contexts = {op for op, key in registered if key == "TESTING_ONLY_GenericMode"}
     covered = {str(op) for op, rule in operator_rules().items() if "CUDA" in rule.keys or not rule.keys}
-    assert in_contexts == covered
+    optimizers = ("adagrad", "adam", "adamw", "sgd")  # whose steps come before what DTensor does
+    steps = {op for op in in_contexts if op.startswith(tuple(f"aten._fused_{name}_." for name in optimizers))}
+    assert in_contexts - steps == covered
+    assert len(steps) == 8
     assert not in_contexts & {"aten.add.Tensor", "aten.mul.Tensor", "aten.tanh.default", "aten.view.default"}

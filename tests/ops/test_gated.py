@@ -103,7 +103,8 @@ def test_every_value_of_16_bits(device: str, activation: str, dtype: torch.dtype
     """Beside PyTorch's functions. Those of gelu are this one under the mode."""
     x = every_value(dtype)
     mine = reference.activated(x, activation).to(dtype)
-    theirs = PYTORCH[activation](x.to(device)).cpu()
+    with torch.backends.mkldnn.flags(enabled=False):  # on some CPUs it has a gelu of 16 bits of its own
+        theirs = PYTORCH[activation](x.to(device)).cpu()
     most = EXACT[activation, dtype][device == "cuda"]
     assert different(mine, theirs) <= most
     one = torch.ones_like(x).to(device)

@@ -88,10 +88,6 @@ def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     s = min((s for s in found if s.fits(of)), key=lambda s: cost(x, s, multiprocessors))
     if shares_of(x, s) > 1 and _has_scratch(x, of):
         s = replace(s, split=True, dynamic=False)
-    elif (
-        s.few and x.mask is None and _count(x, s) > multiprocessors
-    ):  # one block streams while the other is between tiles
-        s = replace(s, resident=2)
     return s.filled(of)
 
 
@@ -278,7 +274,7 @@ def load_all(x: Attention) -> None:
     """
     check(x)
     of, device = variant(x), x.q.get_device()
-    kernels = dict.fromkeys(spec(of, s) for s in schedules(of) if s == s.filled(of))
+    kernels = dict.fromkeys(spec(of, s) for s in schedules(of) if s == s.filled(of) and s.resident == 1)
     every = [*kernels, universal.Merge.spec(x)]
     runtime.announce(every, device)
     for kernel in every:
