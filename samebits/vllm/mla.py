@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import mla_attention
-from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionMetadataBuilder,
-    MLAAttentionImpl,
-)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, MLAAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from samebits.engines.hooks import Hooks
@@ -29,11 +25,9 @@ __all__ = ["SamebitsMLABackend", "install"]
 
 def install(hooks: Hooks) -> None:
     """Put the backend in the place of vLLM's own."""
-    layer, names = (
-        mla_attention.MLAAttention,
-        ("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata"),
-    )
-    hooks.replace(layer, "forward_impl", _attend, *names, "output")
+    layer = mla_attention.MLAAttention
+    names = ("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output")
+    hooks.replace(layer, "forward_impl", _attend, *names)
     hooks.replace(layer, "process_weights_after_loading", _nothing, "self", "act_dtype")
     for name in ("CPU_MLA", "AMX_MLA"):
         backend = AttentionBackendEnum[name]

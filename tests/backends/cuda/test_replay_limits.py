@@ -203,8 +203,9 @@ def test_replays_keep_nothing(gpu: FakeGpu, records: bool) -> None:
 
     call = replay.replayed(lambda x: None)
     with samebits.batch_invariant("error"):
+        run(300)  # until all caches are filled
         before = run(300)
-        assert run(300) - before < 250  # one for each call would be 300
+        assert run(300) - before < 200  # one for each call would be 300
 
 
 def test_a_pytorch_whose_tensors_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,12 +135,6 @@ def _tiles(x: Attention, s: HopperSchedule) -> tuple[int, int, int, int]:
     return tiles, (1 if x.packed else x.batch) * x.heads // members, height, members
 
 
-def _count(x: Attention, s: HopperSchedule) -> int:
-    """All tiles of a call."""
-    tiles, heads, _, _ = _tiles(x, s)
-    return tiles * heads
-
-
 def l2_promotion(s: HopperSchedule) -> int:
     """The least bytes of keys and values that L2 fetches. Those that stream from memory do so 6 % faster."""
     return 128 if s.warpgroups == 1 else 256
