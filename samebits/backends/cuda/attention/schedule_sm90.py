@@ -113,7 +113,7 @@ def _columns(head: int) -> int:
 
 @functools.cache
 def schedules(of: HopperVariant) -> tuple[HopperSchedule, ...]:
-    """All that :func:`choose` may return, and those with the fewest stages."""
+    """All that :func:`choose` may return, those with the fewest stages, and those with `resident` 2."""
     flags = (
         (False, False, False),
         (True, False, False),
