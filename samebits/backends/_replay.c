@@ -79,7 +79,8 @@ typedef struct {
     PyObject_HEAD vectorcallfunc vectorcall;
     long device;
     int arguments, allocations, launches, ties;
-    PyObject* geometries; /* a tuple of (shape, strides, dtype), one for each allocation */
+    PyObject* geometries; /* a tuple of (shape, strides, dtype), one for each allocation; or (function,
+                             an argument's index, and what the function takes with that argument) */
     PyObject* kernels;    /* what the launches were of: for errors, and kept alive */
     PyObject* result;     /* the index of a tensor, or a tuple of indices and None */
     Launch* launch;
@@ -325,11 +326,24 @@ static int is_tied(const Recipe* recipe, const Tensors* tensors) {
     return 1;
 }
 
+/* An allocation, or a view of an argument, by a function that makes such. */
+static PyObject* made_as(const Recipe* recipe, PyObject* geometry, PyObject* const* args) {
+    PyObject** of = ((PyTupleObject*)geometry)->ob_item;
+    if (PyTuple_GET_SIZE(geometry) != 5) return PyObject_Vectorcall(with.allocate, of, 3, NULL);
+    long i = PyLong_AsLong(of[1]);
+    if (i < 0 || i >= recipe->arguments) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "Recipe: a view is of no argument");
+        return NULL;
+    }
+    PyObject* given[] = {args[i], of[2], of[3], of[4]};
+    return PyObject_Vectorcall(of[0], given, 4, NULL);
+}
+
 static PyObject* replay(const Recipe* recipe, Tensors* tensors, PyObject* const* args) {
     PyObject* result = NULL;
     for (; tensors->count < recipe->allocations; tensors->count++) {
         PyObject* geometry = PyTuple_GET_ITEM(recipe->geometries, tensors->count);
-        PyObject* made = PyObject_Vectorcall(with.allocate, ((PyTupleObject*)geometry)->ob_item, 3, NULL);
+        PyObject* made = made_as(recipe, geometry, args);
         if (made == NULL) goto done;
         tensors->made[tensors->count] = made;
         if (address_of(made, &tensors->at[recipe->arguments + tensors->count])) {

@@ -47,6 +47,8 @@ __all__ = [
     "viewed",
 ]
 
+_guards: Any = torch._C._dynamo.guards  # functions that code of torch.compile calls
+
 available: bool = _replay is not None
 """Whether the extension was built."""
 
@@ -113,16 +115,21 @@ _replays: list[Any] = []
 """All of them: each is an operator's, and stays."""
 
 
-def replayed(run: Callable[..., Any], *questions: Callable[[], Any]) -> Callable[..., Any]:
+def replayed(
+    run: Callable[..., Any], *questions: Callable[[], Any], views: bool = False
+) -> Callable[..., Any]:
     """`run`, a function of tensors and numbers, with replays of its calls on GPUs.
 
     With `questions`, calls are replayed only while all of them answer no. Those that autograd records have a
     plan (:mod:`samebits.backends.trace`) instead. Without, PyTorch's dispatcher, or code in its place, has
     seen to all that.
+
+    ``views``: results may be views of arguments. A replay makes them anew, as nothing that autograd knows.
     """
     if _replay is None:
         return run
-    found: Callable[..., Any] = _replay.Replay(run, _record, *((questions,) if questions else ()))
+    record = functools.partial(_record, views=True) if views else _record
+    found: Callable[..., Any] = _replay.Replay(run, record, *((questions,) if questions else ()))
     _replays.append(found)
     return found
 
@@ -154,7 +161,6 @@ def configure(
     """
     if _replay is None:
         return
-    guards: Any = torch._C._dynamo.guards
     torch_in_c = ctypes.CDLL(torch._C.__file__)  # which finds what PyTorch's other libraries export
     reads = [getattr(torch_in_c, f"aoti_torch_get_{what}") for what in _READ]
     reads.append(device_of or torch_in_c.aoti_torch_get_device_index)
@@ -164,7 +170,7 @@ def configure(
         *(sees_calls, torch._C._len_torch_dispatch_stack),
         torch.is_grad_enabled,
         *(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
-        *(allocate or guards._empty_strided_cuda, make_current, fail),
+        *(allocate or _guards._empty_strided_cuda, make_current, fail),
         *addresses,
     )
     with _disable_current_modes():
@@ -175,7 +181,11 @@ def configure(
 
 
 def _record(
-    run: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any] | None, by_autograd: bool
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    named: dict[str, Any] | None,
+    by_autograd: bool,
+    views: bool = False,
 ) -> tuple[Any, Any]:
     """The result of ``run(*args, **named)``, and its recipe, its plan, or None."""
     named = named or {}
@@ -184,7 +194,7 @@ def _record(
         return run(*args, **named), False  # record a later call
     before, given = (here.recording, here.trace), (*args, *named.values())
     trace = here.trace = Trace()
-    recording = here.recording = None if by_autograd else Recording(given)
+    recording = here.recording = None if by_autograd else Recording(given, views)
     try:
         with _Watch(recording) if recording else nullcontext():
             result = run(*args, **named)
@@ -251,10 +261,10 @@ class Recording:
         constants: tensors that replays read, as they are.
     """
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
+    def __init__(self, args: tuple[Any, ...], views: bool) -> None:
         self.refused = ""
         self.constants: list[Tensor] = []
-        self._args = args
+        self._args, self._views = args, views
         self._allocations: list[Tensor] = []
         self._launches: list[tuple[int, Any, tuple[tuple[int, int, bool, int], ...]]] = []
         self._kernels: list[Any] = []
@@ -327,13 +337,13 @@ class Recording:
         try:
             if self.refused:
                 raise RefusedError(self.refused)
+            if not self._launches and any(t.numel() for t in self._allocations):
+                raise RefusedError("nothing was launched")
             taken: set[int] = set()
             indices = [self._returned(t, geometries, taken) for t in results]
             made = [i for i in indices if i is not None]
             if len(set(made)) < len(made):
                 raise RefusedError("two results are one tensor")
-            if not self._launches and any(t.numel() for t in self._allocations):
-                raise RefusedError("nothing was launched")
             places, geometries = self._together(geometries, made)
             launches = (
                 (
@@ -399,7 +409,17 @@ class Recording:
                 taken.add(i)
                 geometries[i] = tuple(t.shape), t.stride(), t.dtype
                 return len(self._args) + i
-        raise RefusedError("a result is no allocation of the call's")
+        of = [i for i, x in enumerate(self._args) if self._views and _share_storage(x, t)]
+        if len(of) != 1 or (own := self._args[of[0]]) is t or own.dtype != t.dtype:
+            raise RefusedError("a result is no allocation of the call's")
+        offset = t.storage_offset() - own.storage_offset()
+        geometries.append((_guards._reinterpret_tensor, of[0], tuple(t.shape), t.stride(), offset))
+        self._allocations.append(t)
+        return len(self._args) + len(self._allocations) - 1
+
+
+def _share_storage(x: Any, t: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.untyped_storage()._cdata == t.untyped_storage()._cdata
 
 
 def _begins_at(x: Any, address: int) -> bool:

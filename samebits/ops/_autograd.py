@@ -148,7 +148,7 @@ def planned(
     gradients: Callable[..., Any],
     setup_context: Callable[..., None],
     otherwise: Callable[..., Any],
-    replays: bool = True,
+    unless: str = "",
 ) -> Callable[..., Callable[..., Any]]:
     """``plan(recipe, part)``: a function that replays `recipe`, recorded by autograd.
 
@@ -162,7 +162,7 @@ def planned(
     Args:
         gradients, setup_context: of the operator.
         otherwise: runs instead, where a recipe returns NotImplemented.
-        replays: whether backwards can be replayed.
+        unless: an attribute that `setup_context` sets. Where it is true, backwards are not replayed.
     """
 
     @alone
@@ -171,7 +171,8 @@ def planned(
         constants = SimpleNamespace(**dict(zip(attributes, given[:count], strict=True)))
         return gradients(constants, given[count + 1 :], given[count])
 
-    replay = replayed(run, *EXTRAORDINARY, torch.is_grad_enabled)  # second derivatives are not replayed
+    # Not second derivatives. Gradients may be views: autograd has nothing to know of them.
+    replay = replayed(run, *EXTRAORDINARY, torch.is_grad_enabled, views=True)
     ordinary = without_modes(gradients)
 
     def plan(recipe: Callable[..., Any], part: int | None) -> Callable[..., Any]:
@@ -180,12 +181,12 @@ def planned(
             if output is NotImplemented:
                 output = otherwise(*args)
             setup_context(ctx, args, output)
-            if replays and (part is not None or not isinstance(output, tuple)):  # of one gradient
+            if part is not None or not isinstance(output, tuple):  # of one gradient
                 noted = _Noted(needs_input_grad=ctx.needs_input_grad)
                 setup_context(noted, args, output)
                 results = (output,) if part is None else output
                 constants, saved = noted.constants(), noted.picks((*args, *results, None))
-                if constants is not None and saved is not None:
+                if constants is not None and saved is not None and not constants.get(unless):
                     Recorded.backward = staticmethod(backward(" ".join(constants), *constants.values()))
                     # The engine calls this. PyTorch's looks for the backward in each call.
                     Recorded._backward_cls.apply = Recorded.backward  # type: ignore[attr-defined]

@@ -65,16 +65,17 @@ class Operator:
         self._shorten_dispatch()
 
     def register_autograd(
-        self, gradients: Callable[..., Any], *, setup_context: Callable[..., None], replays: bool = True
+        self, gradients: Callable[..., Any], *, setup_context: Callable[..., None], unless: str = ""
     ) -> None:
         """As :func:`torch.library.register_autograd`, with gradients as :func:`without_modes` takes them.
 
-        ``replays=False``: they call functions of PyTorch's, so that no backward can be replayed.
+        ``unless``: an attribute that `setup_context` sets. Where it is true, gradients call functions of
+        PyTorch's that compute, so that no backward can be replayed.
         """
         backward = without_modes(gradients)
         torch.library.register_autograd(self._registered, backward, setup_context=setup_context, lib=library)
         self._recorded = recorded(self._run, setup_context, backward)
-        self._plan = planned(gradients, setup_context, plainly(self._run), replays)
+        self._plan = planned(gradients, setup_context, plainly(self._run), unless)
         self._shorten_dispatch()
 
     def _shorten_dispatch(self) -> None:

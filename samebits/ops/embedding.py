@@ -121,7 +121,7 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     return _gradient(grad, ids, ctx.count, ctx.padding_idx), None, None
 
 
-_operator.register_autograd(_backward, setup_context=_setup_context, replays=False)
+_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _keep_ids(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

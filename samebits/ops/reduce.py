@@ -89,7 +89,7 @@ def _backward_slots(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> Tensor
     return expand(grad.unsqueeze(1), (grad.shape[0], ctx.slots, grad.shape[1]))
 
 
-sum_of_slots.register_autograd(_backward_slots, setup_context=_keep_slots, replays=False)
+sum_of_slots.register_autograd(_backward_slots, setup_context=_keep_slots)
 
 
 def _forward(x: Tensor, mean: bool) -> Tensor:
@@ -115,7 +115,7 @@ def _backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor
     return expand(grad.unsqueeze(1), ctx.shape), None
 
 
-_operator.register_autograd(_backward, setup_context=_setup_context, replays=False)
+_operator.register_autograd(_backward, setup_context=_setup_context, unless="mean")
 
 
 def _share(grad: Tensor, n: int) -> Tensor:

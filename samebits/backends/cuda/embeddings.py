@@ -35,7 +35,7 @@ def sums_by_id(grad: Tensor, ids: Tensor, out: Tensor, padding: int) -> None:
     beside = min(-(-n // (32 * vector)), _MOST_BESIDE)
     given: tuple[Tensor | None, ...]
     if tokens <= _UNSORTED:
-        out.zero_()
+        runtime.zeroed(out)
         given, grids = (ids, None, None), {"embedding_few": (tokens, beside, 1)} if tokens else {}
     else:
         by_id, places = ids.sort(stable=True)

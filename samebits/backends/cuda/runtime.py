@@ -29,7 +29,7 @@ from samebits.backends.cuda.plans import kept
 from samebits.backends.modes import sees_calls
 from samebits.remedies import see
 
-__all__ = ["Kernel", "announce", "before_loading", "empty", "load", "loader", "require", "zeros"]
+__all__ = ["Kernel", "announce", "before_loading", "empty", "load", "loader", "require", "zeroed", "zeros"]
 
 _CONFIG = "@7I P P I"  # CUlaunchConfig: grid, block, shared memory; stream; attributes; their number
 _MAX_DYNAMIC_SMEM = 8
@@ -142,10 +142,15 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: int) -> torch.Tensor
     """``torch.zeros``, which can be replayed."""
     if sees_calls():
         return torch.zeros(shape, dtype=dtype, device=f"cuda:{device}")
-    found = empty(shape, dtype, device)
+    return zeroed(empty(shape, dtype, device))
+
+
+def zeroed(found: torch.Tensor) -> torch.Tensor:
+    """``found.zero_()`` of what :func:`empty` has made, which can be replayed."""
+    device = found.get_device()
     if found.numel() == 0:
         return found
-    if torch._C._cuda_getDevice() != device:
+    if sees_calls() or torch._C._cuda_getDevice() != device:
         return found.zero_()
     stream, set_bytes = torch._C._cuda_getCurrentRawStream(device), driver.library().cuMemsetD8Async
     code = set_bytes(found.data_ptr(), 0, found.nbytes, stream)

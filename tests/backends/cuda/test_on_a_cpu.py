@@ -98,6 +98,7 @@ def test_embeddings(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int,
     """Ids that no other token has, that many have, and of padding."""
     host_kernels.use(monkeypatch, embeddings)
     monkeypatch.setattr(embeddings, "_UNSORTED", unsorted)
+    monkeypatch.setattr(runtime, "zeroed", torch.Tensor.zero_)
     grad = values("special", (70, n), dtype, 1)
     ids = torch.randint(9, (70,), generator=torch.Generator().manual_seed(1))
     ids[[0, 33, 69]], ids[1::2] = torch.tensor([11, 12, 11]), 5

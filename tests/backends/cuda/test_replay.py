@@ -124,6 +124,7 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     "embedding, gaps": (embedding._operator, lambda: (t(50, 35, gap=8), ints(7), -1)),
     "softmax": (softmax._operator, lambda: (t(5, 300), False)),
     "log_softmax": (softmax._operator, lambda: (t(5, 300, gap=4), True)),
+    "embedding backward": (embedding._gradient, lambda: (t(15, 256), ids(15), 50, -1)),
     "softmax backward": (softmax._gradient, lambda: (t(5, 300), t(5, 300), False)),
     "norm": (norm._operator, lambda: (t(7, 512), t(512), None, 1e-6, False)),
     "norm, bias": (norm._operator, lambda: (t(7, 512), t(512), t(512), 1e-5, True)),
@@ -424,6 +425,10 @@ RECORDED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "bmm": lambda x, w, b: torch.bmm(x.view(2, 8, 256), w.view(2, 256, 128)),
     "gated": lambda x, w, b: samebits.gated(x),
     "cross_entropy": lambda x, w, b: F.cross_entropy(x, torch.arange(16)),
+    "sum": lambda x, w, b: x.sum(-1),
+    "sum of all": lambda x, w, b: w.sum(),
+    "sum of few terms": lambda x, w, b: x.view(4, 4, 256).sum(1),
+    "embedding": lambda x, w, b: F.embedding(torch.arange(16), w),
     "attention": lambda x, w, b: F.scaled_dot_product_attention(*(x.view(1, 4, 16, 64),) * 3, is_causal=True),
 }
 
@@ -454,6 +459,16 @@ def test_backwards_of_plans_are_replayed(gpu: FakeGpu, name: str, needed: tuple[
         assert [launch[:2] for launch in seen[-1][0]] == [launch[:2] for launch in seen[0][0]]
         assert [grads for _, grads in seen] == [seen[0][1]] * 8
         assert [type(found).__name__ for found in backwards()] == ["Recipe"]
+
+
+def test_backwards_of_means_are_not_replayed(gpu: FakeGpu) -> None:
+    x = t(16, 256).requires_grad_()
+    replay.forget()
+    with samebits.batch_invariant("error"):
+        for _ in range(8):
+            gpu.start()
+            torch.autograd.grad(x.mean(-1), [x], t(1, 16)[0])
+    assert not backwards()
 
 
 @pytest.mark.parametrize("name", ["softmax", "layer_norm", "mm"])
@@ -551,16 +566,16 @@ def test_a_recipe_serves_only_its_kind(gpu: FakeGpu, name: str) -> None:
                 assert gpu.log == launched, (i, y)
 
 
-def replays(run: Callable[..., Any], *args: Any) -> str | None:
+def replays(run: Callable[..., Any], *args: Any, views: bool = False) -> str | None:
     """Why calls of `run` are not replayed; None if they are."""
     recording = []
     made = replay.Recording.__init__
 
-    def init(self: replay.Recording, args: tuple[Any, ...]) -> None:
+    def init(self: replay.Recording, *args: Any) -> None:
         recording.append(self)
-        made(self, args)
+        made(self, *args)
 
-    call: Any = replay.replayed(run)
+    call: Any = replay.replayed(run, views=views)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay.Recording, "__init__", init)
         for _ in range(4):

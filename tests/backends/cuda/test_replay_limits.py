@@ -230,6 +230,23 @@ def test_other_results_are_refused(gpu: FakeGpu) -> None:
     assert {type(call(x)) for _ in range(4)} == {Pair}
 
 
+def test_views_of_arguments_are_made_anew(gpu: FakeGpu) -> None:
+    def last_rows(x: Tensor, y: Tensor) -> Tensor:
+        return x[2:, None].expand(-1, 3, -1)
+
+    call: Any = replay.replayed(last_rows, views=True)
+    for _ in range(4):
+        x, y = t(5, 8)[1:], t(4, 8)
+        got, want = call(x, y), last_rows(x, y)
+        assert (got.data_ptr(), got.shape, got.stride()) == (want.data_ptr(), want.shape, want.stride())
+    assert [type(found).__name__ for found in call.recipes.values()] == ["Recipe"]
+    assert not got._is_view()
+    assert replays(last_rows, x, y)  # views are not asked for
+    assert replays(last_rows, x, x, views=True)  # whose it is, the next call may decide otherwise
+    assert replays(lambda x: x.view(torch.int16), x, views=True)
+    assert replays(lambda x: x, x, views=True)  # no other tensor: autograd counts who has it
+
+
 def test_a_given_schedule_is_not_recorded(gpu: FakeGpu) -> None:
     x, (schedule, *_) = t(5, 2048), rows.schedules(2048, BF16)
     call: Any = replay.replayed(lambda x: rows.softmax(x, False, BF16, schedule=schedule))
