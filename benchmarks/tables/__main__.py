@@ -97,7 +97,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "reference-speed": cpu.reference_speed,
     "drift": cpu.drift,
     "support": proofs.supported,
-    "verify-parts": proofs.verified_parts,
     "verl": partial(block_of, "cpu", "verl.json", models.verl),
     "commits": proofs.commits,
     "mode-replaced": mode.mode_replaced,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from benchmarks import support
-from benchmarks.record import GPUS, RESULTS, load, measured
+from benchmarks.record import GPUS, RESULTS, load
 from benchmarks.tables.text import measured_on_gpu, table
-from samebits.tools.verify.plan import PARTS
 
 
 def commits() -> str:
@@ -37,18 +35,6 @@ def gpu_verify(data: dict[str, Any]) -> str:
     if data["failure"] or data["hung"]:
         said += f" It did not end well: {data['failure'] or 'a kernel hung'}."
     return f"{said} {measured_on_gpu(data)}"
-
-
-def verified_parts() -> str:
-    """The results of parts that ran alone, later than the whole."""
-    rows = []
-    for folder, part in itertools.product(GPUS, PARTS):
-        if folder in measured(f"verify_{part}.json"):
-            data = load(f"{folder}/verify_{part}.json")
-            made = data["environment"]
-            values, differ = f"{data['compared']:,}", f"{data['differing']:,}"
-            rows.append([made["gpu"], part, values, differ, made["date"], f"`{made['commit'][:10]}`"])
-    return table(["GPU", "part", "values", "differ", "date", "commit"], rows)
 
 
 def gpu_attention_invariance(data: dict[str, Any]) -> str:
