@@ -60,6 +60,10 @@ def test_many_calls_overwrite_nothing_too_early() -> None:
             else:
                 exchange.add_parts(memory, mine, size, -(-size // 8) * 4, None, out)
 
+    # Both are loaded before one waits for the other rank: loading may wait for what runs on the GPU.
+    first = x[:, 0], outs[:, 0]
+    of.run(lambda m: exchange.add_parts(m, first[0][m.rank, :32], 32, 16, None, first[1][m.rank, :32]))
+    of.run(lambda m: exchange.add_small(m, first[0][m.rank, :32], None, first[1][m.rank, :32]))
     for _ in range(20):
         outs.fill_(torch.nan)
         of.run(launch)
