@@ -523,7 +523,13 @@ def test_info_says_what_each_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> No
             "NVIDIA H200",
             ("FMA", "TENSOR_CORE"),
             True,
-            ("yes, by cuda", "Proven on this model, before a change of bits: products", "PyTorch = 1"),
+            ("yes, by cuda", "Proven on this model: products", "PyTorch = 1"),
+        ),
+        (
+            "NVIDIA H100 80GB HBM3",
+            ("FMA", "TENSOR_CORE"),
+            True,
+            ("Proven on this model, before a change of bits: products",),
         ),
         (
             "another",

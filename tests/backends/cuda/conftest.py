@@ -74,6 +74,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     for name, allocate in (("empty", torch.empty), ("zeros", torch.zeros)):
         fake = functools.partial(_without_device, allocate)
         monkeypatch.setattr(runtime, name, fake)
+    monkeypatch.setattr(runtime, "zeroed", torch.Tensor.zero_)
     forget_plans()
     yield found
     forget_plans()
