@@ -52,6 +52,7 @@ from samebits.backends.cuda import (
     norm_rotary,
     quantize,
     rotary,
+    routing,
     rows,
     rsqrt,
     selective_scan,
@@ -372,9 +373,14 @@ def whole_files() -> Iterator[Kernel]:
                 yield gather.kernel_spec(bounds, unit), arch
         for x, count in ((F32, 3), (BF16, 8), (F16, 16)):
             for vector, weighted in ((1, True), (16 // x.itemsize, False)):
-                yield slots.kernel_spec("take_slots", x, vector, 1, weighted), arch
-                yield slots.kernel_spec("sum_slots", x, vector, count, weighted), arch
-        yield slots.kernel_spec("route", F32, 1, 1, False), arch
+                of = x if weighted else None
+                yield slots.kernel_spec("take_slots", x, vector, 1, of), arch
+                yield slots.kernel_spec("sum_slots", x, vector, count, of), arch
+            yield slots.kernel_spec("sum_slots", x, 16 // x.itemsize, count, F32), arch
+        yield slots.kernel_spec("route", F32, 1, 1, None), arch
+        yield slots.sort_spec(), arch
+        for score, blocks in (("softmax", 1), ("sigmoid", 2), ("logits", 4)):
+            yield routing.kernel_spec(BF16, F32, score, blocks, score == "sigmoid"), arch
         for model in (INTERPOLATION, POLYNOMIAL):
             yield exp2.spec(model), arch
         for segments in (2, 8, 64):

@@ -52,6 +52,7 @@ from samebits.ops.selective_scan import selective_scan
 from samebits.ops.silu_mul_quantize import silu_mul_quantize
 from samebits.ops.ssd import ssd
 from samebits.ops.state_space import selective_state_update
+from samebits.ops.topk_routing import topk_routing
 from samebits.prepare import prepare
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ __all__ = [
     "set_batch_invariant_mode",
     "silu_mul_quantize",
     "ssd",
+    "topk_routing",
     "transformers",
     "use_backend",
     "use_mma_model",

@@ -27,17 +27,16 @@ class Routed:
     Attributes:
         order: of all slots, sorted by expert; those of one expert in the order of the tokens.
         places: where each slot is in that order.
-        experts: of the slots in that order, perhaps beyond `count`.
+        experts: of the slots in that order; `count` where one is beyond.
         ends: of each expert's slots. Those of experts from `count` on come after them all.
         sequences: of the slots in that order, if the tokens are those of several sequences.
     """
 
     def __init__(self, experts: Tensor, count: int, rows: int) -> None:
         tokens, self.slots = experts.shape
-        # A sort of experts that is stable needs nothing else to have one result.
-        self.experts, self.order = experts.to(torch.int64).reshape(-1).sort(stable=True)
         each = self.slots * (tokens // rows) if rows > 1 else 0
-        self.places, self.ends, sequences = _route(self.experts, self.order, count, each)
+        flat = experts.to(torch.int64).reshape(-1)
+        self.experts, self.order, self.places, self.ends, sequences = _route(flat, count, each)
         self.sequences = sequences if each else None
 
     def linear(
@@ -64,17 +63,19 @@ class Routed:
         return out if bias is None else out + take(bias, self.experts.clamp(max=len(bias) - 1))
 
 
-def _forward_route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    return backend(order).route(experts, order, count, each)  # type: ignore[no-any-return]
+def _forward_route(experts: Tensor, count: int, each: int) -> tuple[Tensor, ...]:
+    return backend(experts).route(experts, count, each)  # type: ignore[no-any-return]
 
 
-def _fake_route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    ends = order.new_empty(count, dtype=torch.int32)
-    return torch.empty_like(order), ends, order.new_empty(len(order) if each else 0, dtype=torch.int32)
+def _fake_route(experts: Tensor, count: int, each: int) -> tuple[Tensor, ...]:
+    ends = experts.new_empty(count, dtype=torch.int32)
+    sequences = experts.new_empty(len(experts) if each else 0, dtype=torch.int32)
+    return *(torch.empty_like(experts) for _ in range(3)), ends, sequences
 
 
+# A stable sort needs nothing else to have one result.
 _route = Operator(
-    "route(Tensor experts, Tensor order, int count, int each) -> (Tensor, Tensor, Tensor)",
+    "route(Tensor experts, int count, int each) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_forward_route,
     fake=_fake_route,
 )
@@ -123,10 +124,12 @@ _take = Operator(
 
 
 def _forward_combine(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
-    x, weights = _promoted(x, weights)
     on = backend(x)
     if slots <= FEW:
+        if weights is not None and weights.dtype != torch.float32:  # float32 is the result's
+            x, weights = _promoted(x, weights)
         return on.combine_slots(x, places, slots, weights)  # type: ignore[no-any-return]
+    x, weights = _promoted(x, weights)
     rows = on.take_slots(x, places, 1, None)
     rows = rows if weights is None else rows * weights.reshape(-1, 1)
     by_entry = rows.view(-1, slots, x.shape[1]).transpose(1, 2)

@@ -68,7 +68,7 @@ def _sources() -> Path:
         assert ptx in text, f"convert.cuh has changed: {ptx}"
         text = text.replace(ptx, plain)
     convert.write_text(text)
-    for source in to.glob("attention*.cu"):
+    for source in [*to.glob("attention*.cu"), to / "routing.cu", to / "sort_slots.cu"]:
         text = source.read_text()
         for cuda, plain in _SHARED.items():
             text = text.replace(cuda, plain)
@@ -130,6 +130,9 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     def prepare(_: int, *args: Any, **options: Any) -> HostKernel:
         return HostKernel(host.prepare_spec(*args, **options))
 
+    def sort(_: int) -> HostKernel:
+        return HostKernel(host.sort_spec())
+
     def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
 
@@ -142,5 +145,7 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
         monkeypatch.setattr(host, "_sums_kernel", sums)
     if hasattr(host, "_step_kernel"):
         monkeypatch.setattr(host, "_step_kernel", step)
+    if hasattr(host, "_sorter"):
+        monkeypatch.setattr(host, "_sorter", sort)
     monkeypatch.setattr(runtime, "empty", empty)
     monkeypatch.setattr(runtime, "zeros", zeros)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import samebits
 from samebits import backends
-from samebits.backends.cuda import linear_logp_sm90, slots
+from samebits.backends.cuda import linear_logp_sm90, routing, slots
 from samebits.backends.cuda import rows as cuda_rows
 from samebits.backends.kernel import Kernel, Plan
 from samebits.backends.product import Operands, Product
@@ -234,7 +234,7 @@ REDUCTIONS = list(reductions.reductions(thorough=False, fused=True))
 
 def test_reductions_cover_what_the_backends_offer() -> None:
     """Every function of the row kernels' host side, dtype, kind of values, stride and edge."""
-    modules = cuda_rows.__name__, slots.__name__
+    modules = cuda_rows.__name__, routing.__name__, slots.__name__
     offered = {
         name
         for name, f in vars(cuda_rows).items()

@@ -1,8 +1,8 @@
 """Row reductions on CUDA tensors.
 
 Most are in ``kernels/rows.cu``. ``kernels/long_sums.cu`` sums few long rows; :mod:`columns` sums over tokens,
-:mod:`embeddings` over those with one id, :mod:`slots` over few terms; :mod:`norm_gradients` computes all
-gradients of a norm; :mod:`add_rms_norm` has norms with a residual sum.
+:mod:`embeddings` over those with one id, :mod:`slots` over few terms; :mod:`routing` finds experts;
+:mod:`norm_gradients` computes all gradients of a norm; :mod:`add_rms_norm` has norms with a residual sum.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from samebits.backends.cuda import columns, compiler, devices, embeddings, gathe
 from samebits.backends.cuda import norm_gradients as together
 from samebits.backends.cuda.operands import TYPES, address, with_rows
 from samebits.backends.cuda.plans import kept
+from samebits.backends.cuda.routing import topk_routing as topk_routing
 from samebits.backends.cuda.slots import combine_slots as combine_slots
 from samebits.backends.cuda.slots import route as route
 from samebits.backends.cuda.slots import slot_sum as slot_sum

@@ -1,4 +1,4 @@
-"""Rows of experts by their slots, and sums over few terms, on CUDA tensors: ``kernels/slots.cu``."""
+"""Rows of experts by their slots, and sums over few terms: ``kernels/slots.cu``, and ``sort_slots.cu``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,46 @@ _PARAMS = {"take_slots": "PPPPqqqqq", "sum_slots": "PPPPqqqqq", "route": "PPPPPq
 
 
 def kernel_spec(
-    entry: str, dtype: torch.dtype, vector: int, slots: int, weighted: bool
+    entry: str,
+    dtype: torch.dtype,
+    vector: int,
+    slots: int,
+    weights: torch.dtype | None,
+    *,
+    programmatic: bool = False,
 ) -> compiler.KernelSpec:
-    """A kernel of slots.cu; sum_slots is of so many terms."""
-    constants = ("TYPE", TYPES[dtype]), ("VECTOR", vector), ("SLOTS", slots), ("WEIGHTED", int(weighted))
-    return compiler.KernelSpec(*("slots.cu", entry, _PARAMS[entry], constants), block=_THREADS, oldest=OLDEST)
+    """A kernel of slots.cu; sum_slots is of so many terms. There may be weights of this dtype."""
+    types = ("TYPE", TYPES[dtype]), ("WEIGHT", TYPES[weights or dtype])
+    constants = ("VECTOR", vector), ("SLOTS", slots), ("WEIGHTED", int(weights is not None))
+    return compiler.KernelSpec(
+        *("slots.cu", entry, _PARAMS[entry], (*types, *constants)),
+        block=_THREADS,
+        programmatic=programmatic,
+        oldest=OLDEST,
+    )
 
 
 _kernel = runtime.loader(kernel_spec)
+
+_SORTERS = 512  # threads of the block that sorts
+
+
+def sort_spec(*, programmatic: bool = False) -> compiler.KernelSpec:
+    """The kernel of sort_slots.cu."""
+    return compiler.KernelSpec(
+        *("sort_slots.cu", "sort_slots", "PPPPPPqqq", ()),
+        block=_SORTERS,
+        programmatic=programmatic,
+        oldest=OLDEST,
+    )
+
+
+_sorter = runtime.loader(sort_spec)
+
+
+def _one_block_sorts(slots: int, experts: int) -> bool:
+    """Whether it has so many slots, and room to count those of each expert in chunks of 32."""
+    return slots <= 2048 and experts < 2 * _SORTERS and -(-slots // 32) * (experts // 2 + 1) <= 9 << 10
 
 
 def _launch(
@@ -37,13 +69,14 @@ def _launch(
 ) -> Tensor:
     """`count` rows from those of ``x[rows, n]``, or from ``x[a, slots, n]``, where `outer` is a's stride."""
     n, inner, device = x.shape[-1], x.stride(-2), x.get_device()
-    out = runtime.empty((count, n), x.dtype, device)
+    of = None if weights is None else weights.dtype
+    out = runtime.empty((count, n), of or x.dtype, device)
     if out.numel():
         low = x.data_ptr() | (outer | inner | n) * x.itemsize
         vector = 16 // x.itemsize if low & 15 == 0 else 1
         weights, numbers = (None if t is None else t.contiguous() for t in (weights, numbers))
         terms = slots if entry == "sum_slots" else 1
-        kernel = _kernel(device, entry, x.dtype, vector, terms, weights is not None)
+        kernel = _kernel(device, entry, x.dtype, vector, terms, of)
         kernel.launch(
             (-(-count * (n // vector) // _THREADS), 1, 1),
             *(x.data_ptr(), address(weights), address(numbers), out.data_ptr()),
@@ -58,7 +91,10 @@ def take_slots(x: Tensor, order: Tensor, slots: int, weights: Tensor | None) -> 
 
 
 def combine_slots(x: Tensor, places: Tensor, slots: int, weights: Tensor | None) -> Tensor:
-    """Sums over every token's slots i, at most `MOST`, of ``x[places[i]]``, times ``weights[i]``."""
+    """Sums over every token's slots i, at most `MOST`, of ``x[places[i]]``, times ``weights[i]``.
+
+    Weights are of the dtype of `x`, or in float32, as then are products and sums.
+    """
     return _launch("sum_slots", with_rows(x), len(places) // slots, slots, weights, places)
 
 
@@ -69,15 +105,20 @@ def slot_sum(x: Tensor) -> Tensor:
     return _launch("sum_slots", x, a, n, None, outer=x.stride(0))
 
 
-def route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `order`, the ends of `count` experts, and sequences of `each` slots; none for 0."""
-    slots, device = len(order), order.get_device()
+def route(experts: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Slots by their experts, sorted: see :func:`samebits.backends.reference.rows.route`."""
+    slots, device = len(experts), experts.get_device()
     places = runtime.empty((slots,), torch.int64, device)
     ends = runtime.empty((count,), torch.int32, device)
     sequences = runtime.empty((slots if each else 0,), torch.int32, device)
-    _kernel(device, "route", torch.float32, 1, 1, False).launch(
-        (-(-(slots + 1) // _THREADS), 1, 1),
-        *(address(experts), address(order), address(places), ends.data_ptr(), address(sequences)),
-        *(slots, count, each),
-    )
-    return places, ends, sequences
+    made = address(places), ends.data_ptr(), address(sequences), slots, count, each
+    if _one_block_sorts(slots, count):
+        given = experts.contiguous()
+        experts, order = (runtime.empty((slots,), torch.int64, device) for _ in range(2))
+        _sorter(device).launch((1, 1, 1), address(given), address(experts), address(order), *made)
+    else:
+        experts, order = experts.clamp(0, count).sort(stable=True)
+        _kernel(device, "route", torch.float32, 1, 1, None).launch(
+            (-(-(slots + 1) // _THREADS), 1, 1), address(experts), address(order), *made
+        )
+    return experts, order, places, ends, sequences

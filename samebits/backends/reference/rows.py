@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from samebits.backends.reference import activation_kernels
 from samebits.backends.reference import rows_kernels as kernels
 from samebits.backends.reference.logp import over_rows
 from samebits.backends.reference.matmul import require_subnormals, rounded
@@ -121,20 +122,72 @@ def take_slots(x: Tensor, order: Tensor, count: int, weights: Tensor | None) -> 
 
 
 def combine_slots(x: Tensor, places: Tensor, count: int, weights: Tensor | None) -> Tensor:
-    """Sums over every token's `count` slots i of ``x[places[i]]``, times ``weights[i]``, rounded once."""
+    """Sums over every token's `count` slots i of ``x[places[i]]``, times ``weights[i]``, rounded once.
+
+    Weights are of the dtype of `x`, or in float32, as then are products and sums.
+    """
     rows = x.index_select(0, places)
     if weights is not None:
-        rows = rounded(_wide(rows) * _wide(weights).reshape(-1, 1), x.dtype)
+        rows = rounded(_wide(rows) * _wide(weights).reshape(-1, 1), weights.dtype)
     return slot_sum(rows.view(len(places) // count, count, x.shape[1]))
 
 
-def route(experts: Tensor, order: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `order`, the ends of `count` experts, and sequences of `each` slots; none for 0."""
+def route(experts: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Slots by their experts, sorted stably. Numbers below 0 count as 0, those beyond `count` as `count`.
+
+    Returns:
+        The sorted experts, the slots that they are of, where each slot is there, the ends of `count` experts,
+        and the numbers of sequences of `each` slots; none for 0.
+    """
+    experts, order = experts.clamp(0, count).sort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     every = torch.arange(count, device=order.device)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
-    return places, ends, (order // each if each else order[:0]).to(torch.int32)
+    sequences = (order // each if each else order[:0]).to(torch.int32)
+    return experts, order, places, ends, sequences
+
+
+def topk_routing(
+    logits: Tensor,
+    bias: Tensor | None,
+    k: int,
+    score: str,
+    groups: int,
+    top_groups: int,
+    renormalize: bool,
+    eps: float,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Weights in `dtype` and indices of the `k` experts of each row of ``logits[tokens, experts]``."""
+    if score == "logits":
+        chosen = _largest(_wide(logits), k)
+        return softmax(_wide(logits).gather(1, chosen), False, dtype), chosen
+    scores = softmax(logits, False, torch.float32) if score == "softmax" else _sigmoid(logits)
+    choice = scores if bias is None else scores + bias
+    if groups > 1:
+        each = choice.unflatten(1, (groups, -1))
+        sums = each.gather(2, _largest(each, 2)).sum(2)
+        hidden = torch.ones_like(sums, dtype=torch.bool).scatter(1, _largest(sums, top_groups), False)
+        choice = each.masked_fill(hidden[:, :, None], -torch.inf).flatten(1)
+    chosen = _largest(choice, k)
+    weights = scores.gather(1, chosen)
+    if renormalize:
+        weights = weights / (row_sum(weights, False, torch.float32)[:, None] + eps)
+    return rounded(weights * scale, dtype), chosen
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    z, out = _wide(x), _f32(x.shape)
+    arrays = z.numpy(), out.numpy(), activation_kernels.SIGMOID
+    over_rows(z, lambda *span: activation_kernels.activate(*arrays, *span))
+    return rounded(out, torch.float32)
+
+
+def _largest(x: Tensor, k: int) -> Tensor:
+    """Places of the `k` largest along the last dimension: the first of equal ones first, NaN above all."""
+    return x.sort(dim=-1, descending=True, stable=True)[1][..., :k].contiguous()
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from samebits.backends.logits_in_pieces import grad_logits as grad_logits_by
 from samebits.backends.token_logps import Rows, Statistics, vocabulary_pieces
 from samebits.contract import Contract
 from samebits.functions import VOCAB_BLOCK
+from samebits.ops.topk_routing import MOST_EXPERTS
 from samebits.testing import KINDS, values
 from samebits.tools.verify.case import BF16, F16, F32
 from samebits.tools.verify.failures import finish, running
@@ -317,9 +318,18 @@ def _slots_combined(on: RowBackend, o: RowOperands) -> Results:
 
 def _routed(on: RowBackend, o: RowOperands) -> Results:
     """Some experts are below 0, some beyond the last one."""
-    experts, order = (o.ids - 2).sort(stable=True)
-    found = on.rows.route(experts, order, IDS - 4, max(1, o.case.rows // 3))
+    found = on.rows.route(o.ids - 2, IDS - 4, max(1, o.case.rows // 3))
     return tuple(t.to(torch.int32).view(F32) for t in found)  # bits are compared
+
+
+def _experts_chosen(on: RowBackend, o: RowOperands) -> Results:
+    """With scores, bias and groups by the case's length."""
+    x, n = o.x[:, :MOST_EXPERTS], min(o.case.n, MOST_EXPERTS)
+    score, groups = ("softmax", "sigmoid", "logits")[n % 3], 4 if n % 8 == 0 and n % 3 < 2 else 1
+    bias = None if n % 3 == 2 else (torch.arange(n, device=x.device) * 37 % 64 / 64).to(F32)
+    numbers = groups, min(groups, 3), n % 2 > 0, 1e-20, 2.5
+    weights, experts = on.rows.topk_routing(x, bias, min(n, 1 + n % 16), score, *numbers, o.case.other)
+    return weights, experts.to(torch.int32).view(F32)  # bits are compared
 
 
 @dataclass(frozen=True)
@@ -368,6 +378,7 @@ ROWS = {
     "slots taken": Reducer(_slots_taken, SAME),
     "slots combined": Reducer(_slots_combined, SAME),
     "slots routed": Reducer(_routed, SAME[:1]),
+    "experts chosen": Reducer(_experts_chosen, SAME + WIDER),
     "embedding": Reducer(lambda on, o: (on.rows.embedding(o.x, o.ids % len(o.x)),), SAME),
     "embedding backward": Reducer(
         lambda on, o: tuple(on.rows.embedding_backward(o.grad, o.ids, IDS, p) for p in (-1, PADDING)), SAME

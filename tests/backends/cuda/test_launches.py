@@ -228,7 +228,7 @@ def test_every_launch_of_reductions_adds_up(launches: list[str], monkeypatch: py
     assert counts[1] == (counts[0][0], 2 * counts[0][1])
     fused = {"statistics_sm90.cu", "grad_logits_sm90.cu"}
     of_rows = {"rows.cu", "long_sums.cu", "columns.cu", "embeddings.cu", "norm_gradients.cu", "gather.cu"}
-    of_rows.add("slots.cu")
+    of_rows |= {"slots.cu", "sort_slots.cu", "routing.cu"}
     assert set(launches) == of_rows | {"logp.cu"} | fused
 
 
@@ -250,6 +250,7 @@ READ = {
     "sum over slots": "x",
     "slots taken": "x",
     "slots combined": "x",
+    "experts chosen": "x",
     "embedding": "x",
     "embedding backward": "grad",
 }

@@ -19,6 +19,7 @@ from samebits.backends.reference import rows as reference
 from samebits.ops import experts, reduce
 from samebits.ops._rows import rounded
 from samebits.testing import assert_same_bits, values
+from tests.support import host_kernels
 from tests.support.cubins import resources
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
@@ -63,11 +64,11 @@ def gpu() -> Iterator[FakeGpu]:
 def test_the_kernels_compile(arch: str, dtype: torch.dtype) -> None:
     """And keep the rows of a sum in registers."""
     vector = 16 // dtype.itemsize
-    specs = [slots.kernel_spec("take_slots", dtype, vector, 1, True)]
-    for n, terms, weighted in ((vector, 16, True), (vector, 3, False), (1, 8, True)):
-        specs.append(slots.kernel_spec("sum_slots", dtype, n, terms, weighted))
+    specs = [slots.kernel_spec("take_slots", dtype, vector, 1, dtype)]
+    for n, terms, weights in ((vector, 16, dtype), (vector, 3, None), (1, 8, F32), (vector, 8, F32)):
+        specs.append(slots.kernel_spec("sum_slots", dtype, n, terms, weights))
     if dtype == F32:
-        specs.append(slots.kernel_spec("route", F32, 1, 1, False))
+        specs.append(slots.kernel_spec("route", F32, 1, 1, None))
     assert {resources(spec, arch).local_bytes for spec in specs} == {0}
 
 
@@ -76,27 +77,32 @@ def memory(at: int, count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype)
 
 
-def as_routed(config: bytes, params: bytes) -> None:
-    sorted_ones, order, places, ends, sequences, count, groups, each = struct.unpack("@PPPPPqqq", params)
+def as_routed(entry: str, config: bytes, params: bytes) -> None:
+    members = struct.unpack("@PPPPPPqqq" if entry == "sort_slots" else "@PPPPPqqq", params)
+    *read, places, ends, sequences, count, groups, each = members
     (blocks,) = struct.unpack_from("@I", config)
-    assert 256 * (blocks - 1) <= count < 256 * blocks
+    assert blocks == 1 if entry == "sort_slots" else 256 * (blocks - 1) <= count < 256 * blocks
     memory(ends, groups, torch.int32).fill_(0)
     if count == 0:
         return
-    given, slots_of = memory(sorted_ones, count, torch.int64), memory(order, count, torch.int64)
-    found = reference.route(given, slots_of, groups, each)
-    memory(places, count, torch.int64).copy_(found[0])
-    memory(ends, groups, torch.int32).copy_(found[1])
+    found = reference.route(memory(read[0], count, torch.int64), groups, each)
+    made = read[1:] if entry == "sort_slots" else read  # else they are sorted already
+    if entry == "route":
+        found = *(memory(at, count, torch.int64).clone() for at in read), *found[2:]
+        found[2][found[1]] = torch.arange(count)
+    for at, to in zip((*made, places), found[:3], strict=True):
+        memory(at, count, torch.int64).copy_(to)
+    memory(ends, groups, torch.int32).copy_(found[3])
     assert (each > 0) == (sequences != 0)
     if each:
-        memory(sequences, count, torch.int32).copy_(found[2])
+        memory(sequences, count, torch.int32).copy_((found[1] // each).to(torch.int32))
 
 
 def as_launched(gpu: FakeGpu) -> None:
     """Compute what the launches ask for, row by row, with numbers that the reference adds."""
     for (_, entry, config, params), spec in zip(gpu.log, gpu.specs, strict=True):
-        if entry == "route":
-            as_routed(config, params)
+        if entry in ("route", "sort_slots"):
+            as_routed(entry, config, params)
             continue
         x, weights, numbers, out, count, n, outer, inner, of_token = struct.unpack("@PPPPqqqqq", params)
         names = dict(spec.constants)
@@ -107,6 +113,8 @@ def as_launched(gpu: FakeGpu) -> None:
         assert n % vector == inner % vector == outer % vector == 0
         assert (x | out) % (vector * dtype.itemsize) == 0
         assert weighted == (weights != 0)
+
+        of = {"F32": F32, "BF16": BF16, "F16": F16}[str(names["WEIGHT"])]
 
         def row(at: int, number: int, n: int = n, dtype: torch.dtype = dtype) -> Tensor:
             return memory(at + number * dtype.itemsize, n, dtype)
@@ -124,11 +132,14 @@ def as_launched(gpu: FakeGpu) -> None:
                 ]
             if weighted:
                 wide = [
-                    part.float() * row(weights, s, 1).float() for part, s in zip(parts, scales, strict=True)
+                    part.float() * row(weights, s, 1, of).float()
+                    for part, s in zip(parts, scales, strict=True)
                 ]
-                parts = [rounded(product, dtype) for product in wide]
+                parts = [rounded(product, of) for product in wide]
             stack = torch.stack(parts)[None]
-            row(out, i * n).copy_(stack[0, 0] if entry == "take_slots" else reference.slot_sum(stack)[0])
+            row(out, i * n, n, of).copy_(
+                stack[0, 0] if entry == "take_slots" else reference.slot_sum(stack)[0]
+            )
 
 
 def asked(layout: str, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[Any, ...]]:
@@ -149,10 +160,13 @@ def check(layout: str, dtype: torch.dtype, device: str, done: Callable[[], None]
             got = rows.take_slots(x, order, count, weights)
             done()
             assert_same_bits(got, reference.take_slots(x.cpu(), order.cpu(), count, on_cpu).to(device))
-            if count <= slots.MOST:
-                got = rows.combine_slots(y, places, count, weights)
+            for of in (dtype, F32) if count <= slots.MOST else ():
+                wide = None if weights is None else weights.to(of)
+                got = rows.combine_slots(y, places, count, wide)
                 done()
-                want = reference.combine_slots(y.cpu(), places.cpu(), count, on_cpu)
+                want = reference.combine_slots(
+                    y.cpu(), places.cpu(), count, None if wide is None else wide.cpu()
+                )
                 assert_same_bits(got, want.to(device))
         if count <= slots.MOST:
             some = y.unflatten(0, (-1, count))
@@ -171,6 +185,13 @@ def test_a_launch_asks_for_the_rows(gpu: FakeGpu, layout: str, dtype: torch.dtyp
 
     with gpu.keeps_copies():
         check(layout, dtype, "cpu", done)
+
+
+@host_kernels.needs_compiler
+@on_dtypes
+def test_rows_on_a_cpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    host_kernels.use(monkeypatch, slots)
+    check("whole", dtype, "cpu", lambda: None)
 
 
 @pytest.mark.gpu
@@ -196,7 +217,9 @@ def test_sums_of_slots_on_a_gpu_have_the_bits_of_a_row(count: int, dtype: torch.
 
 
 # Tokens, slots of each, experts that are chosen among, and rows of the batch. Of the experts 5 are here.
+# One block sorts up to 2,048 slots.
 ROUTES = [(6, 4, 5, 1), (6, 4, 5, 3), (0, 2, 5, 1), (300, 3, 8, 2), (7, 1, 1, 1), (512, 1, 5, 4)]
+ROUTES += [(2049, 1, 5, 1), (700, 3, 8, 2), (512, 8, 5, 4)]
 
 
 def check_route(
@@ -205,10 +228,10 @@ def check_route(
     given, each = chosen(tokens, count, most), count * (tokens // batch) if batch > 1 else 0
     if most > 5:
         given[::3] -= 3  # below 0 they count as the first expert's
-    experts_of, order = (t.to(device) for t in given.reshape(-1).sort(stable=True))
-    got = rows.route(experts_of, order, 5, each)
+    flat = given.reshape(-1)
+    got = rows.route(flat.to(device), 5, each)
     done()
-    for one, want in zip(got, reference.route(experts_of.cpu(), order.cpu(), 5, each), strict=True):
+    for one, want in zip(got, reference.route(flat, 5, each), strict=True):
         assert one.dtype == want.dtype
         assert torch.equal(one.cpu(), want)
 
@@ -216,7 +239,7 @@ def check_route(
 @pytest.mark.parametrize("route", ROUTES, ids=str)
 def test_a_launch_asks_for_the_routes(gpu: FakeGpu, route: tuple[int, int, int, int]) -> None:
     check_route(*route, "cpu", lambda: as_launched(gpu))
-    assert [launch[1] for launch in gpu.log] == ["route"]
+    assert [launch[1] for launch in gpu.log] == ["sort_slots" if route[0] * route[1] <= 2048 else "route"]
 
 
 @pytest.mark.gpu
@@ -233,7 +256,7 @@ def test_calls_are_replayed(gpu: FakeGpu) -> None:
         made = experts.Routed(chosen(6, 4), 5, 2)
         as_launched(gpu)
         to = copy.deepcopy(made)  # what it has is in the GPU's memory, which is soon used again
-        assert [launch[1] for launch in gpu.log] == ["route"]
+        assert [launch[1] for launch in gpu.log] == ["sort_slots"]
         gpu.start()
         spread = experts.routed(x, to)
         as_launched(gpu)

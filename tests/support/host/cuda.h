@@ -76,6 +76,15 @@ inline float __shfl_xor_sync(unsigned, float x, int distance) {
 inline int __shfl_xor_sync(unsigned, int x, int distance) {
     return __float_as_int(told_by(__int_as_float(x), int(threadIdx.x % 32) ^ distance));
 }
+inline unsigned __shfl_xor_sync(unsigned, unsigned x, int distance) {
+    return __float_as_uint(told_by(__uint_as_float(x), int(threadIdx.x % 32) ^ distance));
+}
+inline unsigned __match_any_sync(unsigned, int x) {
+    unsigned found = 0;
+    for (int lane = 0; lane < 32; ++lane)
+        found |= unsigned(__float_as_int(told_by(__int_as_float(x), lane)) == x) << lane;
+    return found;
+}
 inline int __shfl_up_sync(unsigned, int x, int distance) {
     const int lane = threadIdx.x % 32;
     return __float_as_int(told_by(__int_as_float(x), lane < distance ? lane : lane - distance));
@@ -111,8 +120,9 @@ template <class T>
 inline T max(T a, T b) {
     return a < b ? b : a;
 }
-inline int atomicAdd(int* to, int x) {
-    const int before = *to;
+template <class T>
+inline T atomicAdd(T* to, T x) {
+    const T before = *to;
     *to += x;
     return before;
 }

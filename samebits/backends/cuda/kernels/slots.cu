@@ -5,35 +5,43 @@
 // Without numbers it is x[i, j], at strides. Few terms are one block of docs/contract.md, "Row reductions".
 // route: where slots are that were sorted by their experts, where those of each expert end, and their sequences.
 //
-// Products are rounded to the type. A thread has one access to memory for each row that it reads.
+// Products and sums have the type of weights, if that is F32, and are rounded to it. A thread has one access to memory
+// for each row that it reads.
 //
 // Macros
-//   TYPE      of all values: F32, BF16 or F16; none are route's
+//   TYPE      of rows: F32, BF16 or F16; route has none
+//   WEIGHT    of weights: TYPE, or F32 in sum_slots
 //   VECTOR    entries of one access to memory: 16 bytes' worth, or 1
 //   SLOTS     terms of a sum; nothing in take_slots
 //   WEIGHTED  1: there are weights
 
 #include "convert.cuh"
 #include "functions.cuh"
+#include "launch.cuh"
 
 using E = Element<TYPE>;
+using Weight = Element<WEIGHT>;
+using Out = Weight;
 using Stored = E::Stored;
 
-struct alignas(VECTOR * sizeof(Stored)) Run {
-    Stored of[VECTOR];
+template <class S>
+struct alignas(VECTOR * sizeof(S)) RunOf {
+    S of[VECTOR];
 };
+using Run = RunOf<Stored>;
 
 struct Params {
-    const Stored *x, *weights;
+    const Stored* x;
+    const Weight::Stored* weights;
     const i64* numbers;
-    Stored* out;
+    Out::Stored* out;
     i64 count, n;      // rows of out, and their entries
     i64 outer, inner;  // entries from x[i] to x[i + 1], and from row to row
     i64 slots;         // of a token
 };
 
 __device__ __forceinline__ float times(Stored x, float weight) {
-    return E::widen(E::narrow(E::widen(x) * weight));
+    return Out::widen(Out::narrow(E::widen(x) * weight));
 }
 
 __device__ __forceinline__ const Run& run(const Stored* at) { return *reinterpret_cast<const Run*>(at); }
@@ -47,12 +55,14 @@ __device__ __forceinline__ bool find(const Params& p, i64& row, i64& column) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) take_slots(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     i64 row, column;
     if (!find(p, row, column)) return;
     const i64 slot = p.numbers[row];
     Run found = run(p.x + slot / p.slots * p.inner + column);
     if (WEIGHTED) {
-        const float weight = E::widen(p.weights[slot]);
+        const float weight = Weight::widen(p.weights[slot]);
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i)
             found.of[i] = E::narrow(contract::canonical(E::widen(found.of[i]) * weight));
@@ -71,6 +81,8 @@ __device__ __forceinline__ void add_halves(float* terms) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) sum_slots(const __grid_constant__ Params p) {
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     i64 row, column;
     if (!find(p, row, column)) return;
     Run runs[SLOTS];
@@ -80,11 +92,11 @@ extern "C" __global__ void __launch_bounds__(256) sum_slots(const __grid_constan
         const i64 slot = row * SLOTS + j;
         const i64 at = p.numbers ? p.numbers[slot] * p.inner : row * p.outer + j * p.inner;
         runs[j] = run(p.x + at + column);
-        if (WEIGHTED) weights[j] = E::widen(p.weights[slot]);
+        if (WEIGHTED) weights[j] = Weight::widen(p.weights[slot]);
     }
     static_assert(SLOTS <= 16, "more slots are summed as rows");
     constexpr int TERMS = SLOTS > 8 ? 16 : SLOTS > 4 ? 8 : SLOTS > 2 ? 4 : SLOTS;
-    Run sums;
+    RunOf<Out::Stored> sums;
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
         float terms[TERMS];
@@ -96,9 +108,9 @@ extern "C" __global__ void __launch_bounds__(256) sum_slots(const __grid_constan
                 terms[j] = WEIGHTED ? times(runs[j].of[i], weights[j]) : E::widen(runs[j].of[i]);
         }
         add_halves<TERMS / 2>(terms);
-        sums.of[i] = E::narrow(contract::canonical(terms[0] + 0.0f));
+        sums.of[i] = Out::narrow(contract::canonical(terms[0] + 0.0f));
     }
-    *reinterpret_cast<Run*>(p.out + row * p.n + column) = sums;
+    *reinterpret_cast<RunOf<Out::Stored>*>(p.out + row * p.n + column) = sums;
 }
 
 struct RouteParams {
@@ -110,6 +122,8 @@ struct RouteParams {
 
 // A thread has a slot, and the experts that end before it. One more thread has the end.
 extern "C" __global__ void __launch_bounds__(256) route(const __grid_constant__ RouteParams p) {
+    wait_for_kernel_before();
+    let_kernel_behind_start();
     const i64 i = i64(blockIdx.x) * 256 + threadIdx.x;
     if (i > p.slots) return;
     if (i < p.slots) {
