@@ -2,7 +2,8 @@
 
 How a token finds its experts differs by family: the softmax or sigmoid and its dtype, groups, ties, what is
 renormalised and when. So that is not written again here. Each of an engine's blocks calls one of
-``transformers`` that has no weights of its own. Its products are :func:`samebits.grouped_mm`, or in block FP8
+``transformers`` that has no weights of its own. Its router is fused where that has the same bits
+(:mod:`samebits.engines.routers`). Its products are :func:`samebits.grouped_mm`, or in block FP8
 :func:`samebits.scaled_grouped_mm`. Nothing waits for the GPU, and CUDA graphs can take it.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from samebits.contract import SCALE_BLOCK, Contract
 from samebits.engines.refusals import RefusedError
+from samebits.engines.routers import fuse_router
 from samebits.nn import convert
 from samebits.ops.gated import gated
 from samebits.transformers import register
@@ -182,6 +184,7 @@ def _bind_rest(what: str, own: nn.Module, block: nn.Module) -> None:
             theirs = getattr(block, routers_of(block)[0])
             for key, _ in [*router.named_parameters(), *router.named_buffers()]:
                 _set(what, router, key, getattr(theirs, key, None))
+            fuse_router(router)
     for name in SHARED:
         if hasattr(own, name) and hasattr(block, name):
             shared = getattr(block, name)

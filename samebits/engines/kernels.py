@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import process
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from samebits.backends.cuda import precompile, runtime
 from samebits.contract import Contract
+from samebits.ops.experts import Routed
 from samebits.ops.fp8_weights import linear_of_groups
 from samebits.ops.grouped_mm import grouped_mm
 from samebits.ops.linear import linear
 
-__all__ = ["grouped", "grouped_in_fp8", "loaded", "make_ready", "products", "row_counts"]
+__all__ = ["grouped", "grouped_in_fp8", "loaded", "make_ready", "products", "row_counts", "sorts"]
 
 
 def row_counts(most: int) -> list[int]:
@@ -85,6 +86,12 @@ def grouped_in_fp8(
         for w, scale in kinds.values()
         for x, ends in _routed(w, w.shape[2], dtype, most, slots)
     ]
+
+
+def sorts(experts: Iterable[int], most: int, slots: int) -> list[Callable[[], object]]:
+    """Calls that sort the slots of one token by so many experts, and of `most` tokens."""
+    ids = torch.zeros(most, slots, dtype=torch.int64, device="cuda")
+    return [partial(Routed, ids[:n], count, 1) for count in experts for n in (1, most)]
 
 
 def _routed(w: Tensor, k: int, dtype: torch.dtype, most: int, slots: int) -> Iterator[tuple[Tensor, Tensor]]:

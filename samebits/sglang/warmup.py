@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from samebits.engines.attention import paged
 from samebits.engines.experts import routers_of
-from samebits.engines.kernels import grouped, make_ready, products
+from samebits.engines.kernels import grouped, make_ready, products, sorts
 from samebits.sglang.experts import blocks
 
 __all__ = ["warm_up"]
@@ -52,7 +52,9 @@ def _experts(model: nn.Module, tokens: int, config: Any) -> list[Callable[[], ob
     weights = [getattr(b.experts, name).data.mT for b in found for name in ("w13_weight", "w2_weight")]
     routers = [getattr(b, name) for b in found for name in routers_of(b)]
     wide = [r.weight.data.float() for r in routers if not isinstance(r, LinearBase)]  # GLM's
-    return grouped(weights, tokens, config.num_experts_per_tok) + (products(wide, tokens) if wide else [])
+    slots = config.num_experts_per_tok
+    calls = sorts({len(w) for w in weights}, tokens, slots) + grouped(weights, tokens, slots)
+    return calls + (products(wide, tokens) if wide else [])
 
 
 def _attention(model: nn.Module, runner: Any, tokens: int, sequences: int) -> Iterator[Callable[[], object]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from samebits.engines.kernels import grouped, grouped_in_fp8, make_ready, products, row_counts
+from samebits.engines.kernels import grouped, grouped_in_fp8, make_ready, products, row_counts, sorts
 from samebits.vllm import fp8, recurrent
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import experts_of
@@ -70,6 +70,7 @@ def warm_up(model: nn.Module, config: Any) -> None:
                 experts_in_fp8.append((weight, getattr(layer, f"{name}_scale_inv").data))
     make_ready([call for key, of in experts.items() for call in grouped(of, tokens, slots, *key)])
     calls += grouped_in_fp8(experts_in_fp8, tokens, slots, config.model_config.dtype)
+    calls += sorts({len(layer.w13_weight) for layer in layers_of_experts}, tokens, slots)
     for _ in range(2):  # a call stops at the first kernel that is not loaded, and has two
         make_ready(calls)
     make_ready([*_attention(model, config, tokens, sequences)])
