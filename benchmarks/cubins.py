@@ -60,7 +60,13 @@ from samebits.backends.cuda import (
     ssd_steps,
     vector_norm,
 )
-from samebits.backends.cuda.attention import backward_sm90, sm90, universal, universal_backward
+from samebits.backends.cuda.attention import (
+    backward_sm90,
+    latent_sm90,
+    sm90,
+    universal,
+    universal_backward,
+)
 from samebits.backends.cuda.products import (
     fma,
     fma_sm90,
@@ -311,6 +317,11 @@ def attention_on_hopper() -> Iterator[Kernel]:
         q, v = (torch.empty(1, 1, 1, size, dtype=dtype, device="meta") for size in (head, values))
         x = Attention(q, q, v, "", 1.0, softcap)
         for spec in dict.fromkeys(backward_sm90.specs(x)):
+            yield spec, HOPPER
+    table = torch.empty(1, 1, dtype=torch.int32, device="meta")
+    for dtype, pages in itertools.product((BF16, F16), (None, table)):
+        q = torch.empty(1, 1, 1, 576, dtype=dtype, device="meta")
+        for spec in latent_sm90.specs(Attention(q, q, q[..., :512], "", 1.0, block_table=pages)):
             yield spec, HOPPER
 
 

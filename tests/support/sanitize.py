@@ -443,7 +443,7 @@ def exchanges() -> None:
 
 ALL_ARRIVE = (
     *("fma_sm90.cu", "fma_few_sm90.cu", "grouped_terms_sm90.cu"),
-    *("attention_sm90.cu", "attention_backward_sm90.cu"),
+    *("attention_sm90.cu", "attention_latent_sm90.cu", "attention_backward_sm90.cu"),
 )
 
 

@@ -165,10 +165,10 @@ def _grouped(shape: GroupedShape, device: int) -> Contest:
 
 def _attention(shape: AttentionShape, device: int) -> Contest | None:
     from samebits.backends.cuda import devices
-    from samebits.backends.cuda.attention.catalogue import FORWARD
+    from samebits.backends.cuda.attention.catalogue import HopperKernel
     from samebits.backends.cuda.matmul import family
 
-    *_, kernel = FORWARD
+    kernel = HopperKernel()
     if not devices.device_info(device).arch.runs(kernel.name):
         return None
     s, where = shape, place(device)

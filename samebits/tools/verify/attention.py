@@ -39,6 +39,7 @@ class AttentionVariant:
         paged: whether keys and values lie in pages.
         place: of q, k and v in memory: ``by head``, as PyTorch's function takes them, or as a product's A.
         step: of the contract.
+        latent: whether values are the first columns of the keys, in the same memory.
     """
 
     dtype: torch.dtype
@@ -49,6 +50,7 @@ class AttentionVariant:
     paged: bool = False
     place: str = "plain"
     step: Literal["mma", "fma"] = "mma"
+    latent: bool = False
 
 
 _BOOL = torch.bool
@@ -77,6 +79,8 @@ VARIANTS = (
     AttentionVariant(BF16, 576, 512, paged=True),
     AttentionVariant(F16, 280, 270, F32),
     AttentionVariant(F32, 576, 512, step="fma"),
+    AttentionVariant(BF16, 576, 512, paged=True, latent=True),
+    AttentionVariant(F16, 576, 512, latent=True),
 )
 
 
@@ -241,7 +245,7 @@ def build(case: AttentionCase, contract: Contract, device: torch.device) -> tupl
     g = draw((*tokens, heads, of.of_values), 1)
     rows: list[list[Tensor]] = [[], []]
     for i, n in enumerate(case.keys):
-        rows[0].append(draw((n, case.kv_heads, of.size), 10 * i + 2, case.gradients))
+        rows[0].append(draw((n, case.kv_heads, of.size), 10 * i + 2, case.gradients or of.latent))
         rows[1].append(draw((n, case.kv_heads, of.of_values), 10 * i + 3))  # 0 times infinity is NaN
     starts, ends = None, None
     table = None
@@ -266,10 +270,11 @@ def build(case: AttentionCase, contract: Contract, device: torch.device) -> tupl
     mask = None
     if of.mask is not None:
         mask = _mask(case, (len(case.queries), heads, *tokens[1:], k.shape[1]), device)
+    k = placed(k)
     x = Attention(
         placed(q),
-        placed(k),
-        placed(v),
+        k,
+        k[..., : of.of_values] if of.latent else placed(v),
         contract=(FMA if of.step == "fma" else contract).key,
         scale=case.scale,
         softcap=case.softcap,

@@ -8,7 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from samebits.backends.attention import Attention
-from samebits.backends.cuda.attention import backward_sm90, sm90, universal, universal_backward
+from samebits.backends.cuda.attention import (
+    backward_sm90,
+    latent_sm90,
+    sm90,
+    universal,
+    universal_backward,
+)
 
 __all__ = ["backward", "checks_offsets", "forward"]
 
@@ -17,13 +23,13 @@ def forward(x: Attention, out: Tensor | None = None) -> tuple[Tensor, Tensor, Te
     """See :mod:`samebits.backends.attention`."""
     if out is not None and out.data_ptr() % 16:
         out = None  # kernels write 16 bytes at a time
-    plan = sm90.plan(x)
+    plan = latent_sm90.plan(x) or sm90.plan(x)
     return universal.forward(x, out) if plan is None else plan.run(x, out)
 
 
 def checks_offsets(x: Attention) -> bool:
     """See :mod:`samebits.backends.attention`."""
-    return x.block_table is not None and sm90.plan(x) is not None
+    return x.block_table is not None and (latent_sm90.plan(x) or sm90.plan(x)) is not None
 
 
 def backward(

@@ -16,11 +16,13 @@ from samebits.backends.cuda.attention import (
     backward,
     backward_sm90,
     forward,
+    latent_sm90,
     sm90,
     universal,
     universal_backward,
 )
 from samebits.backends.cuda.attention.backward_sm90 import HopperBackward
+from samebits.backends.cuda.attention.latent_sm90 import LatentSchedule
 from samebits.backends.cuda.attention.sm90 import HopperSchedule
 from samebits.backends.cuda.attention.universal import Forward
 from samebits.backends.cuda.attention.universal_backward import Backward
@@ -83,6 +85,22 @@ class HopperKernel(Kernel[Attention, HopperSchedule]):
         return sm90.make_plan(p, s)
 
 
+class LatentKernel(Kernel[Attention, LatentSchedule]):
+    name, step = "attention_latent_sm90", "mma"
+
+    def supports(self, p: Attention) -> bool:
+        return latent_sm90.supports(p)
+
+    def all(self, p: Attention) -> Sequence[LatentSchedule]:
+        return latent_sm90.schedules(p)
+
+    def choose(self, p: Attention) -> LatentSchedule:
+        return latent_sm90.choose(p)
+
+    def plan(self, p: Attention, s: LatentSchedule | None = None) -> latent_sm90.LatentPlan:
+        return latent_sm90.make_plan(p, s)
+
+
 class AttentionGradients(NamedTuple):
     """A call's gradients: the call, and the gradient of its result."""
 
@@ -124,13 +142,14 @@ class HopperBackwardKernel(Kernel[AttentionGradients, HopperBackward]):
         return _Made(lambda of: backward_sm90.backward(*of, schedule=s))
 
 
-FORWARD: tuple[Kernel[Attention, Any], ...] = (UniversalKernel(), HopperKernel())
+FORWARD: tuple[Kernel[Attention, Any], ...] = (UniversalKernel(), HopperKernel(), LatentKernel())
 BACKWARD: tuple[Kernel[AttentionGradients, Any], ...] = (UniversalBackwardKernel(), HopperBackwardKernel())
 """All kernels of each direction. The first is universal: it supports every call."""
 
 _SAID = {
     "attention": "universal attention",
     "attention_sm90": "attention on Hopper",
+    "attention_latent_sm90": "latent attention on Hopper",
     "attention_backward": "universal attention backward",
     "attention_backward_sm90": "attention backward on Hopper",
 }
@@ -191,6 +210,8 @@ def specs(x: Attention, *, grad_mask: bool = False) -> Iterator[compiler.KernelS
         if backward_sm90.supports(x):
             yield from backward_sm90.specs(x)
         yield from {sm90.spec(of, s): None for s in sm90.schedules(of)}
+    if latent_sm90.supports(x):
+        yield from latent_sm90.specs(x)
 
 
 def _universal(x: Attention, *more: Tensor) -> tuple[universal.Variant, int]:

@@ -39,6 +39,7 @@ __all__ = [
     "HopperSchedule",
     "HopperVariant",
     "Plan",
+    "best_shares",
     "candidates",
     "choose",
     "forward",
@@ -103,11 +104,13 @@ def shares_of(x: Attention, s: HopperSchedule) -> int:
     """How many tiles best share the segments of their rows."""
     tiles, heads, height, members = _tiles(x, s)
     multiprocessors = devices.device_info(x.q.get_device()).sm_count
-    return _best_shares(tiles * heads, _segments(x), height * members, multiprocessors)
+    return best_shares(tiles * heads, _segments(x), height * members, multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)
-def _best_shares(tiles: int, segments: int, rows: int, multiprocessors: int) -> int:
+def best_shares(tiles: int, segments: int, rows: int, multiprocessors: int) -> int:
+    """How many best share the segments of each of so many tiles, of `rows` rows."""
+
     def cost(shares: int) -> float:  # in blocks of keys
         waves = -(-tiles * shares // multiprocessors)
         share = -(-segments // shares) * SEGMENT // BLOCK
