@@ -78,6 +78,40 @@ MODELS |= {
         "tie_word_embeddings": False,
     },
     "8b-lora": MODELS["8b"],
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
 }
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MODELS |= {
@@ -87,8 +121,8 @@ MODELS |= {
         ("30b-a3b", ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(24))]),
     )
 }
-"""Shapes of Qwen3. 30b-a3b has half of its layers. With "-lora", requests use adapters; with "-fp8", weights
-are in block FP8."""
+"""Shapes of Qwen3, and of DeepSeek-V3 with 4 layers of 61. 30b-a3b has half of its layers. With "-lora",
+requests use adapters; with "-fp8", weights are in block FP8."""
 DECODED = ((1, 128), (8, 256), (64, 256), (256, 256))
 """Rows, and tokens that each samples, after a prompt of PROMPT tokens."""
 PROMPT = 128

@@ -6,8 +6,8 @@ for all rows: the engine preempts some and computes them again. Then `transforme
 log-prob in one forward over prompt and answer, in padded batches.
 
 With models of BREADTH the results are NAME_breadth.json: mixtures of experts; requests that use ADAPTERS
-adapters in turns, or none, not merged; layers with a recurrent state; checkpoints in block FP8; weights that
-the engine quantizes online; a head in float32.
+adapters in turns, or none, not merged; layers with a recurrent state; latent attention, absorbed; checkpoints
+in block FP8; weights that the engine quantizes online; a head in float32.
 """
 
 from __future__ import annotations
@@ -146,6 +146,40 @@ BREADTH |= {
         "num_experts_per_tok": 4,
     },
 }
+_LATENT = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 512,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
+_GROUPS = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+BREADTH |= {
+    "deepseek_v2": _LATENT | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": _LATENT | _GROUPS | {"rope_parameters": _YARN},
+    "glm4_moe_lite": _LATENT | _GROUPS | {"n_group": 1, "topk_group": 1},
+}
 BREADTH |= {f"qwen3_moe_{form}": BREADTH["qwen3_moe"] for form in ("fp8", "fp8_online")}
 """What is beside dense models. With "_lora", the model has adapters. With "_fp8", its checkpoint is in block
 FP8; with "_fp8_online", it is in 16 bits, and both sides quantize its weights as they load them. With
@@ -172,6 +206,9 @@ def build(kind: str, folder: str) -> None:
                 p.add_(0.1 * torch.randn_like(p))
             elif "embed" not in name:
                 p.mul_(1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     if kind.endswith("_lora"):  # of all linear layers but the head
         every = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and "head" not in n}
@@ -250,6 +287,8 @@ def replay(folder: str, sequences: list[list[int]], answers: list[int], segments
         folder, dtype=torch.bfloat16, attn_implementation="samebits"
     )
     model = model.cuda().eval()
+    if hasattr(model.config, "kv_lora_rank"):
+        samebits.latent.absorb(model)
     if hasattr(model.config, "head_dtype"):
         samebits.convert(model.get_output_embeddings(), out_dtype=torch.float32)
     if Path(folder, ONLINE).exists():

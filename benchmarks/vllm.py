@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -80,6 +81,8 @@ def serve(engine: str, options: argparse.Namespace) -> dict[str, Any]:
     if engine == "invariant":
         more["attention_backend"] = "FLASH_ATTN"
     if engine == "samebits":
+        if "kv_lora_rank" in shape:
+            os.environ["VLLM_MLA_DISABLE"] = "0"
         import samebits.vllm
 
         more |= samebits.vllm.options(segments=8 if options.ranks > 1 else 1)

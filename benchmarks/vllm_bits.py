@@ -9,6 +9,8 @@ It writes benchmarks/results/<gpu>/vllm_bits.json, by ``benchmarks/engines_bits.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ HYBRID = 1200
 
 def serve(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """Samples in an engine. Returns answers and their log-probs, and what the engine counted."""
+    config = json.loads(Path(folder, "config.json").read_text())
+    if "kv_lora_rank" in config:
+        os.environ["VLLM_MLA_DISABLE"] = "0"
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -47,9 +52,7 @@ def serve(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     if Path(folder, ONLINE).exists():
         more["quantization"] = ONLINE
     more["num_gpu_blocks_override"] = CACHED // PAGE
-    if (
-        "linear_attention" in Path(folder, "config.json").read_text()
-    ):  # a page has a state, or some 500 tokens
+    if "linear_attention" in config.get("layer_types", ()):  # a page has a state, or some 500 tokens
         more |= {"mamba_cache_mode": "align", "num_gpu_blocks_override": HYBRID}
     llm = LLM(
         folder,

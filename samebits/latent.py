@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from samebits.ops.matmul import matmul
 
-__all__ = ["Absorbed", "absorb", "absorbed", "expanded"]
+__all__ = ["PROVEN", "Absorbed", "absorb", "absorbed", "expanded"]
 
-_PROVEN = tuple(
+PROVEN = tuple(
     f"transformers.models.{name}.modeling_{name}"
     for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 )
@@ -126,9 +126,9 @@ def absorb(model: nn.Module) -> tuple[str, ...]:
         if isinstance(layer, Absorbed):
             continue
         kind: Any = type(layer)
-        if kind.__module__ not in _PROVEN:
+        if kind.__module__ not in PROVEN:
             raise ValueError(
-                f"samebits.latent.absorb: {name}: expected a layer of one of {', '.join(_PROVEN)},"
+                f"samebits.latent.absorb: {name}: expected a layer of one of {', '.join(PROVEN)},"
                 f" got one of {kind.__module__}"
             )
         if not hasattr(layer, "expand_kv"):

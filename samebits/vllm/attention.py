@@ -66,6 +66,12 @@ class PagedAttention:
         sizes = self.num_heads, self.num_kv_heads, self.head_size
         return *sizes, self.left, self.logits_soft_cap != 0, self.sinks is None
 
+    def new_page(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of one page, as they lie in a cache on a GPU."""
+        both = torch.zeros(1, size, self.num_kv_heads, 2 * self.head_size, dtype=dtype, device="cuda")
+        keys, values = both.chunk(2, -1)
+        return keys, values
+
     def attend(self, query: Tensor, k: Tensor, v: Tensor, metadata: Any, output: Tensor) -> Tensor:
         """Attention of ``query[tokens, heads, size]`` into the first rows of `output`.
 

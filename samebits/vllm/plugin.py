@@ -44,8 +44,6 @@ def enable(*, any_version: bool = False) -> None:
 
 
 def _install(hooks: Hooks) -> None:
-    from vllm.platforms import current_platform
-
     from samebits.vllm import (
         attention,
         experts,
@@ -53,16 +51,13 @@ def _install(hooks: Hooks) -> None:
         layers,
         loading,
         lora,
+        mla,
         parallel,
         recurrent,
         sampling,
         unfused,
     )
 
-    parts = [layers, experts, recurrent, fp8, lora, parallel, attention, sampling, unfused, loading]
-    if current_platform.is_cpu():
-        from samebits.vllm import mla
-
-        parts.append(mla)
+    parts = layers, experts, recurrent, fp8, lora, parallel, attention, mla, sampling, unfused, loading
     for part in parts:
         part.install(hooks)

@@ -6,12 +6,16 @@ other hooks replace. What the backend would fuse rounds otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from vllm.model_executor.models.transformers import base, fuser
 from vllm.model_executor.models.transformers.fusers.moe import MoEBlockFuser
 
 from samebits.engines.hooks import Hooks
+from samebits.engines.refusals import RefusedError
+from samebits.vllm import mla
 
 __all__ = ["install"]
 
@@ -40,6 +44,25 @@ def install(hooks: Hooks) -> None:
         hooks.on_undo(fuser.get_fusers.cache.clear)
     else:  # before 0.27
         hooks.replace(fuser, "get_fuser", _none, "module")
+        own = base.Base.create_attention_instances
+        hooks.replace(base.Base, "create_attention_instances", _or_latent(own), "self")
+
+
+def _or_latent(own: Callable[..., dict[int, nn.Module]]) -> Callable[..., dict[int, nn.Module]]:
+    """`own`; layers of latent attention become modules of the model, where ``covered.py`` looks at them."""
+
+    def create_attention_instances(self: Any) -> dict[int, nn.Module]:
+        if not self.model_config.use_mla:
+            size = getattr(self.text_config, "v_head_dim", None)
+            if size not in (None, self.model_config.get_head_size()):
+                reason = "before 0.27 vLLM's Transformers backend has one size for keys and values"
+                raise RefusedError("MLA as expanded keys and values", reason, "run it without samebits")
+            return own(self)
+        found = mla.instances(self)
+        self.samebits_attention = nn.ModuleDict({str(i): layer for i, layer in found.items()})
+        return found
+
+    return create_attention_instances
 
 
 def _itself(module: Any) -> Any:

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from samebits.engines.kernels import grouped, grouped_in_fp8, make_ready, products, row_counts, sorts
+from samebits.latent import absorbed, expanded
 from samebits.vllm import fp8, recurrent
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import experts_of
@@ -38,8 +40,9 @@ def warm_up(model: nn.Module, config: Any) -> None:
     tokens, sequences = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     layers: dict[tuple[Any, ...], list[Tensor]] = {}  # by dtypes, as routers may be in float32, and contracts
     in_fp8: dict[tuple[int, int], Callable[[Tensor], object]] = {}
+    absorbed_weights = [m.kv_b_proj for m in model.modules() if isinstance(m, MLAAttention)]
     for m in model.modules():
-        if isinstance(m, LinearBase) and m.weight.ndim == 3:  # of a convolution
+        if isinstance(m, LinearBase) and (m.weight.ndim == 3 or m in absorbed_weights):  # 3: a convolution
             continue
         if isinstance(m, LinearBase) and m.weight.dtype.itemsize > 1:
             layers.setdefault((m.weight.dtype, *of_layer(m)), []).append(m.weight)
@@ -74,6 +77,7 @@ def warm_up(model: nn.Module, config: Any) -> None:
     for _ in range(2):  # a call stops at the first kernel that is not loaded, and has two
         make_ready(calls)
     make_ready([*_attention(model, config, tokens, sequences)])
+    make_ready([*_of_heads(model, config.model_config.dtype, tokens)])
     steps = [*recurrent.steps(model, tokens, sequences)]
     for _ in range(_KERNELS_OF_A_STEP if steps else 0):
         make_ready(steps)
@@ -87,13 +91,25 @@ def _attention(model: nn.Module, config: Any, tokens: int, sequences: int) -> It
     layers = [own for own in found if isinstance(own, PagedAttention)]
     sizes = sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
     for own in {layer.kind: layer for layer in layers}.values():
-        k, v = torch.zeros(1, page, own.num_kv_heads, 2 * own.head_size, dtype=dtype, device="cuda").chunk(
-            2, -1
-        )
+        k, v = own.new_page(page, dtype)
         for n in sizes:
             x = torch.zeros(n, own.num_heads, own.head_size, dtype=dtype, device="cuda")
+            out = x.new_empty(n, own.num_heads, v.shape[-1])
             for batch in sorted({min(b, n, sequences) for b in (1, 8, 64, n)}):
-                yield partial(own.attend, x, k, v, _step(n, batch, columns), torch.empty_like(x))
+                yield partial(own.attend, x, k, v, _step(n, batch, columns), out)
+
+
+def _of_heads(model: nn.Module, dtype: torch.dtype, tokens: int) -> Iterator[Callable[[], object]]:
+    """Calls of the products around latent attention, by heads, for all :func:`row_counts`."""
+    layers = [m for m in model.modules() if isinstance(m, MLAAttention)]
+    if not layers:
+        return
+    own, weight = layers[0], layers[0].kv_b_proj.weight.data  # all layers are alike
+    x = torch.zeros(tokens, own.num_heads, own.qk_head_dim, dtype=dtype, device="cuda").transpose(0, 1)
+    latent = torch.zeros(tokens, own.num_heads, own.kv_lora_rank, dtype=dtype, device="cuda").transpose(0, 1)
+    for n in row_counts(tokens):
+        yield partial(absorbed, x[:, :n], weight, own.qk_nope_head_dim)
+        yield partial(expanded, latent[:, :n], weight, own.qk_nope_head_dim)
 
 
 def _step(tokens: int, batch: int, columns: int) -> SimpleNamespace:

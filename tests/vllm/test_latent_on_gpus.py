@@ -1,0 +1,90 @@
+"""Latent attention's half for GPUs, which waits for a run there: what it does without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samebits
+from samebits.engines.refusals import RefusedError
+from tests.vllm import models
+
+
+def test_an_engine_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from samebits.vllm import covered
+
+    model = SimpleNamespace(runner_type="generate", is_multimodal_model=False, use_mla=True)
+    config = SimpleNamespace(model_config=model, speculative_config=None)
+    monkeypatch.setattr(covered, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    what, reason, _ = next(covered._found(config))
+    assert (what, reason) == ("MLA in its absorbed form", "it has not been proven on a GPU yet")
+
+
+def test_values_of_another_size_are_refused_before_0_27() -> None:
+    from samebits.vllm.unfused import _or_latent
+
+    def backend(size: int) -> Any:
+        of = SimpleNamespace(use_mla=False, get_head_size=lambda: 192)
+        return SimpleNamespace(model_config=of, text_config=SimpleNamespace(v_head_dim=size))
+
+    with pytest.raises(RefusedError, match=r"MLA as expanded keys and values: .*one size"):
+        _or_latent(lambda self: {})(backend(128))
+    assert _or_latent(lambda self: {})(backend(192)) == {}
+
+
+class Layer(nn.Module):
+    """vLLM's layer, for one prompt."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.given, self.num_heads, self.v_head_dim = given, given["num_heads"], given["v_head_dim"]
+
+    def forward(self, q: Tensor, latent: Tensor, rotated: Tensor, output_shape: torch.Size) -> Tensor:
+        from samebits.latent import absorbed, expanded
+
+        weight, size = self.given["kv_b_proj"].weight, self.given["qk_nope_head_dim"]
+        keys = torch.cat([latent[:, None], rotated], -1)[None]
+        by_head = absorbed(q.transpose(0, 1), weight, size).transpose(0, 1)[None]
+        values = keys[..., : latent.shape[-1]]
+        out = samebits.attention(by_head, keys, values, causal=True, scale=self.given["scale"])
+        return expanded(out[0].transpose(0, 1), weight, size).transpose(0, 1).reshape(output_shape)
+
+
+def test_layers_before_0_27_hand_latent_vectors_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.attention import mla_attention
+
+    from samebits.latent import absorb
+    from samebits.vllm import mla
+
+    monkeypatch.setattr(mla_attention, "MLAAttention", Layer)
+    samebits.transformers.register()
+    model, trainer = models.build("deepseek_v3"), models.build("deepseek_v3")
+    trainer.set_attn_implementation("samebits")
+    kind = type(model.model.layers[0].self_attn)
+    of = SimpleNamespace(get_num_attention_heads=lambda parallel: model.config.num_attention_heads)
+    backend = SimpleNamespace(
+        **{"model": model, "model_config": of, "text_config": model.config, "parallel_config": None},
+        **{"cache_config": None, "quant_config": None},
+    )
+    found = mla.instances(backend)
+    assert len(found) == model.config.num_hidden_layers
+    assert type(trainer.model.layers[0].self_attn) is kind
+    absorb(trainer)
+    ids = torch.tensor([[5, 9, 2, 77, 31, 8, 300]])
+    with torch.no_grad(), samebits.batch_invariant():
+        out = model(ids, use_cache=False, attention_instances=found).logits
+        expected = trainer(ids, use_cache=False).logits
+    samebits.testing.assert_same_bits(out, expected)
+
+
+def test_layers_that_were_not_proven_are_refused() -> None:
+    from samebits.vllm import mla
+
+    layer = nn.Module()
+    layer.kv_b_proj, layer.kv_lora_rank = nn.Linear(2, 2), 2  # type: ignore[assignment]
+    with pytest.raises(RefusedError, match="on no list of what was proven"):
+        mla.instances(SimpleNamespace(model=layer))
