@@ -374,7 +374,7 @@ static sb_status run_hopper(const sb_context* context, const attention* x, const
     to->height = (int32_t)of->height;
     to->shared = shared_matrices(x);
     fill_problem(x, &to->x);
-    const int64_t most = context->multiprocessors;
+    const int64_t most = (int64_t)context->multiprocessors * of->s->blocks;
     status = launch(context, of->cubin, of->blocks < most ? of->blocks : most, &params, x->stream);
     if (status != SB_OK || !of->scratch) return status;
     union {

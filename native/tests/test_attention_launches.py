@@ -216,7 +216,7 @@ def test_for_models_the_choice_is_the_librarys(
     support.launches()
     with fake_gpu() as gpu:
         gpu._memory = torch.empty(1 << 33, dtype=torch.uint8)
-        for batch, keys in ((1, 1024), (1, 8192), (8, 2048), (32, 4096), (2, 16384)):
+        for batch, keys in ((1, 1024), (1, 8192), (8, 2048), (32, 4096), (2, 16384), (64, 512)):
             queries = 1 if form == "decode" else min(keys, 8192)
             gpu.start()
             shapes = (batch, queries, heads), (batch, keys, kv_heads), (batch, keys, kv_heads)

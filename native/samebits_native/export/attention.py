@@ -129,13 +129,14 @@ def _choose_hopper(device: int, of: HopperVariant, windowed: bool, rows: int, se
 
 def _bare(s: HopperSchedule) -> HopperSchedule:
     """What is left of a schedule beside variants."""
-    return HopperSchedule(s.warpgroups, 0, few=s.few)
+    return HopperSchedule(s.warpgroups, 0, few=s.few, resident=s.resident)
 
 
 def _hopper_record(c: Chosen) -> Schedule:
     s = c.schedule
     rows = {"tile_m": s.rows, "tile_n": s.most_rows}
-    return Schedule(Family.ATTENTION_SM90, 0, **rows, group=c.shares, promotion=sm90.l2_promotion(s))
+    promotion = sm90.l2_promotion(s)
+    return Schedule(Family.ATTENTION_SM90, 0, **rows, group=c.shares, blocks=s.resident, promotion=promotion)
 
 
 def _hopper_kernels(

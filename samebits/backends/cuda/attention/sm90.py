@@ -89,7 +89,15 @@ def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     s = min((s for s in found if s.fits(of)), key=lambda s: cost(x, s, multiprocessors))
     if shares_of(x, s) > 1 and _has_scratch(x, of):
         s = replace(s, split=True, dynamic=False)
+    elif s.few and x.mask is None and _blocks(x, s) > multiprocessors:
+        s = replace(s, resident=2)  # one block streams while the other is between tiles
     return s.filled(of)
+
+
+def _blocks(x: Attention, s: HopperSchedule) -> int:
+    """Tiles of queries, of all heads."""
+    tiles, heads, *_ = _tiles(x, s)
+    return tiles * heads
 
 
 def _has_scratch(x: Attention, of: HopperVariant) -> bool:
@@ -271,7 +279,9 @@ def load_all(x: Attention) -> None:
     """
     check(x)
     of, device = variant(x), x.q.get_device()
-    kernels = dict.fromkeys(spec(of, s) for s in schedules(of) if s == s.filled(of) and s.resident == 1)
+    kernels = dict.fromkeys(
+        spec(of, s) for s in schedules(of) if s == s.filled(of) and not (s.split and s.resident == 2)
+    )
     every = [*kernels, universal.Merge.spec(x)]
     runtime.announce(every, device)
     for kernel in every:
