@@ -21,7 +21,11 @@ from samebits.testing import bits
 
 __all__ = ["fuse_router"]
 
-_TOKENS = 64
+_LOGITS = (2.0, 0.0), (200.0, 0.0), (1e-8, 0.0), (2.0, -30.0), (2.0, -45.0)
+"""Deviations and means, of a token each: scores are ordinary, 0 or 1, all equal, or tiny."""
+_TOKENS = 12 * len(_LOGITS)
+_BIASES = (0.1, 0.0), (3.0, 0.0), (0.1, -5.0)
+"""Deviations and means: scores matter, hardly matter, or are below 0, which some give hidden groups."""
 _BIAS = "e_score_correction_bias"
 
 
@@ -30,22 +34,30 @@ class _Form(NamedTuple):
 
     Attributes:
         wide: whether the product is one of float32.
-        options: of :func:`samebits.topk_routing`, but for `bias`.
-        biased: whether it has one.
+        rounds: whether weights are in the router's dtype, or in float32.
+        options: of :func:`samebits.topk_routing`, but for `bias` and `dtype`.
+        biased: whether it has a bias.
     """
 
     wide: bool
+    rounds: bool
     options: dict[str, Any]
     biased: bool
 
     def run(self, router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight: Tensor = router.weight
-        x = hidden_states.reshape(-1, weight.shape[1])
+        x, dtype = hidden_states.reshape(-1, weight.shape[1]), weight.dtype if self.rounds else torch.float32
         if self.wide:
             x, weight = x.to(torch.float32), weight.to(torch.float32)
         logits = linear(x, weight, getattr(router, "bias", None))
         bias = getattr(router, _BIAS) if self.biased else None
-        return logits, *topk_routing(logits, bias=bias, **self.options)
+        return logits, *topk_routing(logits, bias=bias, dtype=dtype, **self.options)
+
+    def agrees(self, router: Any, x: Tensor, theirs: tuple[Tensor, Tensor, Tensor]) -> bool:
+        """Whether it has the bits of the router's result."""
+        _, weights, experts = self.run(router, x)
+        _, wanted, chosen = theirs
+        return torch.equal(experts, chosen) and _same(weights, wanted)
 
 
 def fuse_router(router: nn.Module) -> None:
@@ -62,9 +74,12 @@ _known: dict[Any, _Form | None] = {}
 
 
 def _form_of(router: Any) -> _Form | None:
-    numbers = tuple(sorted((n, v) for n, v in vars(router).items() if isinstance(v, (int, float))))
+    """The form that has a router's bits. None if none has, or if it may look at more than is compared."""
+    values = {name: v for name, v in vars(router).items() if not name.startswith("_")}
+    if router._modules or not all(v is None or isinstance(v, (int, float, str)) for v in values.values()):
+        return None
     tensors = tuple((n, t.shape, t.dtype) for n, t in _tensors(router))
-    key = type(router), numbers, tensors
+    key = type(router), tuple(sorted(values.items())), tensors
     if key not in _known:
         _known[key] = _found(router)
     return _known[key]
@@ -78,55 +93,64 @@ def _found(router: Any) -> _Form | None:
     """The form that has a router's bits, by random weights on the CPU."""
     try:
         forms = [*_forms(router)]
-    except AttributeError:
-        return None
-    probe, x = _probe(router)
-    with torch.no_grad(), batch_invariant():
-        want = type(router).forward(probe, x)
-        for form in forms:
-            try:
-                got = form.run(probe, x)
-            except (TypeError, ValueError):  # as it has more experts than are taken
-                continue
-            if _same(got[1], want[1]) and torch.equal(got[2], want[2]):
-                return form
-    return None
+        with torch.no_grad(), torch.device("cpu"), batch_invariant():
+            theirs = [(probe, x, type(router).forward(probe, x)) for probe, x in _probes(router)]
+            return next((form for form in forms if all(form.agrees(*of) for of in theirs)), None)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return None  # it takes or returns something else, or has more experts than can be taken
 
 
 def _forms(router: Any) -> Iterator[_Form]:
     """Those that a router may have, by its tensors and numbers."""
-    k, dtype, biased = router.top_k, router.weight.dtype, hasattr(router, _BIAS)
-    dtypes = dict.fromkeys((dtype, torch.float32))
-    renormalizes = getattr(router, "norm_topk_prob", True), True, False
-    if biased:
+    k, renormalizes = router.top_k, dict.fromkeys((getattr(router, "norm_topk_prob", True), True, False))
+    if hasattr(router, _BIAS):
         of = {"k": k, "score": "sigmoid", "eps": 1e-20, "scale": float(router.routed_scaling_factor)}
         of |= {"groups": router.num_group, "top_groups": router.topk_group}
-        for renormalize in dict.fromkeys(renormalizes):
-            yield _Form(True, {**of, "renormalize": bool(renormalize)}, True)
+        for renormalize in renormalizes:
+            yield _Form(True, False, {**of, "renormalize": bool(renormalize)}, True)
         return
-    for to in dtypes:
-        for renormalize in dict.fromkeys(renormalizes):
-            yield _Form(False, {"k": k, "renormalize": bool(renormalize), "dtype": to}, False)
-        yield _Form(False, {"k": k, "score": "logits", "dtype": to}, False)
+    for rounds in (True, False):
+        for renormalize in renormalizes:
+            yield _Form(False, rounds, {"k": k, "renormalize": bool(renormalize)}, False)
+        yield _Form(False, rounds, {"k": k, "score": "logits"}, False)
 
 
-def _probe(router: Any) -> tuple[Any, Tensor]:
-    """A copy with random weights, some of which are those of other experts; and tokens."""
-    probe, generator = copy.copy(router), torch.Generator().manual_seed(0)
-    probe._parameters, probe._buffers = {}, {}
+def _probes(router: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Copies with random weights, some of which are those of other experts; and tokens.
 
-    def random(like: Tensor, scale: float = 1.0) -> Tensor:
-        return (torch.randn(like.shape, generator=generator) * scale).to(like.dtype)
+    The last one is in float32, as 16 bits hide how weights were computed. But its tokens are not, if it has a
+    bias, so that a router shows whose dtype its results have.
+    """
+    own, biased = router.weight.dtype, hasattr(router, _BIAS)
+    generator = torch.Generator().manual_seed(0)
+    for i, (dtype, (deviation, mean)) in enumerate(
+        [*((own, bias) for bias in _BIASES), (torch.float32, _BIASES[0])]
+    ):
+        probe = copy.copy(router)
+        probe._parameters, probe._buffers = {}, {}
+        for name, t in router.named_parameters():
+            made = _random(t, generator) * (t.shape[1] ** -0.5 if t.ndim == 2 else 1.0)
+            if t.ndim == 2:
+                made[:, 0] = 1.0
+            half = len(made) // 4 * 2
+            made[1:half:2] = made[0:half:2]
+            made = made.to(dtype if t.dtype == own else t.dtype)
+            probe._parameters[name] = nn.Parameter(made, requires_grad=False)
+        for name, t in router.named_buffers():
+            probe._buffers[name] = (_random(t, generator) * deviation + mean).to(t.dtype)
+        x = torch.randn(_TOKENS, router.weight.shape[1], generator=generator, dtype=torch.float32)
+        deviations, means = torch.tensor(_LOGITS).repeat(_TOKENS // len(_LOGITS), 1).unbind(1)
+        x *= deviations[:, None]
+        x[:, 0], x[-1], x[-2, -1] = means, torch.nan, torch.inf
+        yield probe, x.to(torch.bfloat16 if i == len(_BIASES) and biased else dtype)
 
-    hidden = router.weight.shape[1]
-    for name, t in router.named_parameters():
-        made = random(t, 2.0 * hidden**-0.5 if t.ndim == 2 else 1.0)
-        made[1 : len(made) // 2 : 2] = made[0 : len(made) // 2 - 1 : 2][: len(made[1 : len(made) // 2 : 2])]
-        probe._parameters[name] = nn.Parameter(made, requires_grad=False)
-    for name, t in router.named_buffers():
-        probe._buffers[name] = random(t, 0.1)
-    return probe, random(router.weight.new_empty(_TOKENS, hidden, device="meta"))
+
+def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+    """Whether bits are the same, but for those of NaN, which PyTorch's casts choose."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(bits(t.masked_fill(t.isnan(), torch.nan)) for t in (a, b)))

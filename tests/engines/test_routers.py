@@ -27,6 +27,8 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoe", _SIZES | {"num_local_experts": 24}),
 }
 
+SCORES = {"glm4_moe": "sigmoid", "deepseek_v3": "sigmoid", "gpt_oss": "logits", "granitemoe": "logits"}
+
 
 def router_of(name: str, dtype: torch.dtype) -> Any:
     import importlib
@@ -56,9 +58,12 @@ def test_a_router_has_its_bits_in_two_launches(name: str, dtype: torch.dtype) ->
         want = router(x)
         routers.fuse_router(router)
         assert "forward" in vars(router), "it was not recognised"
+        form = routers._form_of(router_of(name, dtype))
         got = router(x)
     assert_same_bits(got[1], want[1])
     assert torch.equal(got[2], want[2])
+    assert form is not None
+    assert form.options.get("score", "softmax") == SCORES.get(name, "softmax")
 
 
 @torch.no_grad()
@@ -72,4 +77,58 @@ def test_a_router_that_computes_something_else_stays() -> None:
     router.__class__ = Hotter
     routers.fuse_router(router)
     routers.fuse_router(nn.Linear(3, 4))  # type: ignore[arg-type]
+    assert "forward" not in vars(router)
+
+
+def _takes_hidden_groups(self: Any, x: torch.Tensor) -> Any:
+    """DeepSeek-V3's steps, with 0 for experts of hidden groups, as some models have them."""
+    logits = torch.nn.functional.linear(x.float(), self.weight.float())
+    scores = logits.sigmoid()
+    choice = scores + self.e_score_correction_bias
+    of_groups = choice.view(len(x), self.num_group, -1).topk(2, dim=-1)[0].sum(dim=-1)
+    shown = torch.zeros_like(of_groups).scatter(1, of_groups.topk(self.topk_group)[1], 1)
+    shown = shown.repeat_interleave(choice.shape[1] // self.num_group, dim=1)
+    chosen = choice.masked_fill(shown == 0, 0.0).topk(self.top_k)[1]
+    weights = scores.gather(1, chosen)
+    return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor, chosen
+
+
+def _adds_more(self: Any, x: torch.Tensor) -> Any:
+    logits, weights, chosen = type(self).__base__.forward(self, x)
+    weights = logits.sigmoid().gather(1, chosen)
+    return logits, weights / (weights.sum(-1, keepdim=True) + 1e-12) * self.routed_scaling_factor, chosen
+
+
+def _in_the_dtype_of_tokens(self: Any, x: torch.Tensor) -> Any:
+    logits, weights, chosen = type(self).__base__.forward(self, x)
+    return logits, weights.to(x.dtype), chosen
+
+
+def _asks_for_more(self: Any, x: torch.Tensor, bias: torch.Tensor) -> Any:
+    return type(self).__base__.forward(self, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward"),
+    [
+        ("deepseek_v3", _takes_hidden_groups),
+        ("glm4_moe", _adds_more),
+        ("glm4_moe", _in_the_dtype_of_tokens),
+        ("mixtral", _asks_for_more),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+@torch.no_grad()
+def test_routers_that_differ_at_the_edges_stay(name: str, forward: Any) -> None:
+    router = router_of(name, torch.float32)
+    router.__class__ = type("Other", (type(router),), {"forward": forward})
+    routers.fuse_router(router)
+    assert "forward" not in vars(router)
+
+
+@torch.no_grad()
+def test_a_router_that_keeps_more_than_numbers_stays() -> None:
+    router = router_of("mixtral", torch.bfloat16)
+    router.config = {"top_k": 3}
+    routers.fuse_router(router)
     assert "forward" not in vars(router)
