@@ -74,15 +74,18 @@ _known: dict[Any, _Form | None] = {}
 
 
 def _form_of(router: Any) -> _Form | None:
-    """The form that has a router's bits. None if none has, or if it may look at more than is compared."""
-    values = {name: v for name, v in vars(router).items() if not name.startswith("_")}
-    if router._modules or not all(v is None or isinstance(v, (int, float, str)) for v in values.values()):
+    """The form that has a router's bits. None if none has."""
+    if "forward" in vars(router):  # somebody else's
         return None
-    tensors = tuple((n, t.shape, t.dtype) for n, t in _tensors(router))
-    key = type(router), tuple(sorted(values.items())), tensors
+    values = tuple(sorted((name, v) for name, v in vars(router).items() if _is_plain(v)))
+    key = type(router), values, tuple((n, t.shape, t.dtype) for n, t in _tensors(router))
     if key not in _known:
         _known[key] = _found(router)
     return _known[key]
+
+
+def _is_plain(x: Any) -> bool:
+    return x is None or isinstance(x, (int, float, str))
 
 
 def _tensors(router: nn.Module) -> list[tuple[str, Tensor]]:
@@ -118,6 +121,7 @@ def _forms(router: Any) -> Iterator[_Form]:
 def _probes(router: Any) -> Iterator[tuple[Any, Tensor]]:
     """Copies with random weights, some of which are those of other experts; and tokens.
 
+    They have no modules and no configuration: a router that looks at such fails.
     The last one is in float32, as 16 bits hide how weights were computed. But its tokens are not, if it has a
     bias, so that a router shows whose dtype its results have.
     """
@@ -127,7 +131,9 @@ def _probes(router: Any) -> Iterator[tuple[Any, Tensor]]:
         [*((own, bias) for bias in _BIASES), (torch.float32, _BIASES[0])]
     ):
         probe = copy.copy(router)
-        probe._parameters, probe._buffers = {}, {}
+        for attribute in [a for a, v in vars(probe).items() if not (a.startswith("_") or _is_plain(v))]:
+            delattr(probe, attribute)
+        probe._parameters, probe._buffers, probe._modules = {}, {}, {}
         for name, t in router.named_parameters():
             made = _random(t, generator) * (t.shape[1] ** -0.5 if t.ndim == 2 else 1.0)
             if t.ndim == 2:

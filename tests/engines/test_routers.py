@@ -126,9 +126,19 @@ def test_routers_that_differ_at_the_edges_stay(name: str, forward: Any) -> None:
     assert "forward" not in vars(router)
 
 
+@pytest.mark.parametrize("looks", [False, True])
 @torch.no_grad()
-def test_a_router_that_keeps_more_than_numbers_stays() -> None:
+def test_a_router_that_looks_at_its_configuration_stays(looks: bool) -> None:
     router = router_of("mixtral", torch.bfloat16)
-    router.config = {"top_k": 3}
+
+    class Other(type(router)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x * self.config["scale"] if looks else x)
+
+    router.__class__, router.config = Other, {"scale": 1.0}
     routers.fuse_router(router)
-    assert "forward" not in vars(router)
+    assert ("forward" in vars(router)) != looks
+    if not looks:
+        fused = router.forward
+        routers.fuse_router(router)
+        assert router.forward is fused
