@@ -39,7 +39,7 @@ def topk_routing(
     Scores are the softmax or the sigmoid of ``logits``, in float32. The experts of a token are those of its
     `k` largest scores, the largest first. Of equal scores those with the lowest index come first; NaN is
     above all numbers. The result has the bits of these steps one by one under
-    :class:`samebits.batch_invariant`, as routers of ``transformers`` take them:
+    :class:`samebits.batch_invariant`, but for those of NaN, as routers of ``transformers`` take them:
 
     * ``"softmax"``: Qwen3-MoE, Qwen2-MoE and OLMoE, with `renormalize` as in their configurations; Mixtral;
     * ``"sigmoid"`` with `bias`, `groups`, `eps` and `scale`: DeepSeek-V3 and GLM-4-MoE;
