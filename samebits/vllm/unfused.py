@@ -14,7 +14,6 @@ from vllm.model_executor.models.transformers import base, fuser
 from vllm.model_executor.models.transformers.fusers.moe import MoEBlockFuser
 
 from samebits.engines.hooks import Hooks
-from samebits.engines.refusals import RefusedError
 from samebits.vllm import mla
 
 __all__ = ["install"]
@@ -53,10 +52,6 @@ def _or_latent(own: Callable[..., dict[int, nn.Module]]) -> Callable[..., dict[i
 
     def create_attention_instances(self: Any) -> dict[int, nn.Module]:
         if not self.model_config.use_mla:
-            size = getattr(self.text_config, "v_head_dim", None)
-            if size not in (None, self.model_config.get_head_size()):
-                reason = "before 0.27 vLLM's Transformers backend has one size for keys and values"
-                raise RefusedError("MLA as expanded keys and values", reason, "run it without samebits")
             return own(self)
         found = mla.instances(self)
         self.samebits_attention = nn.ModuleDict({str(i): layer for i, layer in found.items()})

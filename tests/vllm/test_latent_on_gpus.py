@@ -14,26 +14,18 @@ from samebits.engines.refusals import RefusedError
 from tests.vllm import models
 
 
-def test_an_engine_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_an_engine_on_a_gpu_is_refused(absorbed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from samebits.vllm import covered
 
-    model = SimpleNamespace(runner_type="generate", is_multimodal_model=False, use_mla=True)
+    text = SimpleNamespace(kv_lora_rank=512)
+    model = SimpleNamespace(
+        runner_type="generate", is_multimodal_model=False, use_mla=absorbed, hf_text_config=text
+    )
     config = SimpleNamespace(model_config=model, speculative_config=None)
     monkeypatch.setattr(covered, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     what, reason, _ = next(covered._found(config))
-    assert (what, reason) == ("MLA in its absorbed form", "it has not been proven on a GPU yet")
-
-
-def test_values_of_another_size_are_refused_before_0_27() -> None:
-    from samebits.vllm.unfused import _or_latent
-
-    def backend(size: int) -> Any:
-        of = SimpleNamespace(use_mla=False, get_head_size=lambda: 192)
-        return SimpleNamespace(model_config=of, text_config=SimpleNamespace(v_head_dim=size))
-
-    with pytest.raises(RefusedError, match=r"MLA as expanded keys and values: .*one size"):
-        _or_latent(lambda self: {})(backend(128))
-    assert _or_latent(lambda self: {})(backend(192)) == {}
+    assert (what, reason) == ("MLA", "it has not been proven on a GPU yet")
 
 
 class Layer(nn.Module):
