@@ -9,7 +9,16 @@ from torch import Tensor
 
 from samebits.backends.cuda.tensor_maps import Maps
 
-__all__ = ["Layout", "layout", "query_maps", "readable", "shared_matrices", "tile_maps"]
+__all__ = [
+    "Layout",
+    "copyable_mask",
+    "layout",
+    "mask_maps",
+    "query_maps",
+    "readable",
+    "shared_matrices",
+    "tile_maps",
+]
 
 _LARGEST_STRIDE = 1 << 38
 
@@ -53,6 +62,26 @@ def query_maps(dtype: torch.dtype, of: Layout, height: int, members: int) -> Map
     sizes = (size, heads if of_head else 1, tokens, batch if of_batch else 1)
     strides = tuple(2 * s or 16 for s in (of_head, of_token, of_batch))
     return Maps(dtype, sizes, strides, (64, members, height, 1), 128)
+
+
+def copyable_mask(mask: Tensor) -> bool:
+    """Whether the copy engine can read a float mask ``[batch, heads, queries, keys]``."""
+    item = mask.itemsize
+    strides = [s * item for n, s in zip(mask.shape[:3], mask.stride()[:3], strict=True) if n > 1]
+    rows = mask.shape[2] == 1 or mask.stride(2) >= mask.shape[3]
+    aligned = mask.data_ptr() % 16 == 0 and all(s % 16 == 0 and s < 2 * _LARGEST_STRIDE for s in strides)
+    return mask.stride(3) == 1 and rows and aligned
+
+
+@functools.lru_cache(maxsize=256)
+def mask_maps(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], lines: int) -> Maps:
+    """Tensor maps of so many queries of a float mask, by 128 bytes of keys."""
+    batch, heads, queries, keys = shape
+    of_batch, of_head, of_query, _ = strides
+    sizes = (keys, queries, heads if of_head else 1, batch if of_batch else 1)
+    steps = (of_query if queries > 1 else 0, of_head if heads > 1 else 0, of_batch if batch > 1 else 0)
+    steps = tuple(dtype.itemsize * s or 16 for s in steps)
+    return Maps(dtype, sizes, steps, (128 // dtype.itemsize, lines, 1, 1), 128)
 
 
 def shared_matrices(layouts: tuple[Layout, ...]) -> int:

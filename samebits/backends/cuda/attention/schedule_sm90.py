@@ -18,9 +18,8 @@ from samebits.backends.cuda.products.schedule_sm90 import round_up
 __all__ = ["HopperSchedule", "HopperVariant", "schedules", "spec"]
 
 _PARAMS = "128s128s128sPPPPPPqqiiiiiiiiii" + PROBLEM
-_MASKED_PARAMS = _PARAMS + mask.ROWS + "PP" + 2 * "qqqq"
-_SMEM = 227 * 1024
-_LISTED = 8 * (BLOCK + 1) * 4 + 24  # bytes for the keys that a mask shows
+_MASKED_PARAMS = _PARAMS + mask.ROWS + "PP" + 2 * "qqqq" + "i"
+_SMEM = 228 * 1024  # of a multiprocessor; each block takes 1 KiB more than it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,10 @@ class HopperVariant:
     paged: bool = False
     mask: torch.dtype | None = None
 
-    def room(self, resident: int) -> int:
-        """Bytes of shared memory for one of so many blocks on a multiprocessor, beside tickets."""
-        smem = (_SMEM + 1024) // resident - 1024  # each takes 1 KiB more
-        return smem - 3 * 56 - 8 if self.mask is None else smem - 3 * 72 - _LISTED
+    @property
+    def adds(self) -> bool:
+        """Whether masks add to scores."""
+        return self.mask not in (None, torch.bool)
 
     @property
     def stage(self) -> int:
@@ -87,24 +86,34 @@ class HopperSchedule:
         """Of these, the most that hold queries."""
         return 8 if self.few else self.rows
 
+    def static_smem(self, of: HopperVariant) -> int:
+        """Bytes that the kernel declares: of tickets, and of the keys that a mask shows."""
+        if of.mask is None:
+            return 3 * 56
+        return 3 * 72 + (4 if self.stages == 3 else 8) * (BLOCK + 1) * 4 + 24
+
     def smem(self, of: HopperVariant) -> int:
-        added = of.mask not in (None, torch.bool)
-        in_registers = self.split or (of.values <= 64 and self.warpgroups < 3 and not added)
+        """Bytes of dynamic shared memory: of barriers and, from a multiple of 1,024 on, of tiles."""
+        warps = 0 if not of.adds else 1 if self.few else 4 * self.warpgroups  # with rows to which a mask adds
+        in_registers = self.split or (of.values <= 64 and self.warpgroups < 3 and not of.adds)
         total = 0 if in_registers else (16 if self.few else self.rows) * of.values * 4
-        barriers = (2 * self.stages + 2) * 8
+        biases = 0 if of.mask is None else warps * 16 * BLOCK * of.mask.itemsize
         q = self.most_rows * _columns(of.head) * 2
-        return 1024 + q + self.stages * of.stage + total + barriers
+        begin = round_up(self.static_smem(of), 16)
+        barriers = (2 * self.stages + 2 + warps) * 8
+        return round_up(begin + barriers, 1024) - begin + q + self.stages * of.stage + biases + total
 
     def fits(self, of: HopperVariant) -> bool:
         # The registers of three warpgroups hold scores, probabilities and short values, without masks.
         hold = self.warpgroups < 3 or (of.values <= 64 and of.mask is None)
         hold = hold and (self.resident == 1 or of.mask is None)
-        return self.stages >= 3 and self.smem(of) <= of.room(self.resident) and hold
+        smem = round_up(self.static_smem(of), 16) + self.smem(of)
+        return self.stages >= 3 and smem <= _SMEM // self.resident - 1024 and hold
 
     def filled(self, of: HopperVariant) -> HopperSchedule:
         """With as many stages, up to 8, as there is room for."""
-        room = of.room(self.resident) - self.smem(of)
-        return replace(self, stages=max(0, min(8, self.stages + room // (of.stage + 16))))
+        found = (replace(self, stages=n) for n in range(8, 2, -1))
+        return next((s for s in found if s.fits(of)), replace(self, stages=0))
 
 
 def _columns(head: int) -> int:
@@ -145,7 +154,7 @@ def spec(of: HopperVariant, s: HopperSchedule) -> compiler.KernelSpec:
         "PAGED": int(of.paged),
         "MASK": mask.NAMES[of.mask],
     }
-    params = _PARAMS if of.mask is None else _MASKED_PARAMS
+    params = _PARAMS if of.mask is None else "128s" * of.adds + _MASKED_PARAMS
     return compiler.KernelSpec(
         *("attention_sm90.cu", "attention_sm90", params, tuple(constants.items())),
         block=128 * s.warpgroups + 128,

@@ -14,7 +14,9 @@ from samebits.backends.attention import BLOCK, SEGMENT, Attention
 from samebits.backends.cuda import devices, runtime, shapes, tuned
 from samebits.backends.cuda.attention import mask, universal
 from samebits.backends.cuda.attention.maps_sm90 import (
+    copyable_mask,
     layout,
+    mask_maps,
     query_maps,
     readable,
     shared_matrices,
@@ -80,7 +82,8 @@ def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     """The schedule for a call."""
     multiprocessors = devices.device_info(x.q.get_device()).sm_count
     queries = -(-x.queries // max(1, x.batch)) if x.packed else x.queries
-    grouped = x.group > 1 and queries < 128 and _can_group(x)
+    # Heads side by side in a tile share what a float mask adds.
+    grouped = x.group > 1 and (queries < 128 or of.adds) and _can_group(x)
     rows = queries * (x.group if grouped else 1)
     dynamic = x.packed or x.key_start is not None or x.key_length is not None
     least = HopperSchedule(1, 3, grouped, dynamic=dynamic, few=rows <= 8)
@@ -170,8 +173,7 @@ def supports(x: Attention) -> bool:
 
 
 def _takes_mask(x: Attention, mask: Tensor) -> bool:
-    # Float masks are the universal kernels': no GPU has run this kernel's since they were mended.
-    return mask.dtype == torch.bool and x.block_table is None and x.window == (-1, -1)
+    return x.block_table is None and x.window == (-1, -1)
 
 
 def _box(x: Attention) -> int:
@@ -192,11 +194,11 @@ class Plan:
 
     Attributes:
         kernel: under its schedule.
-        maps: of q, k and v.
+        maps: of q, k and v, and of a float mask, or of q again where the copy engine does not read the mask.
         grid: blocks.
         sizes: members of ``struct Params`` between the addresses of results and those of sequences.
         problem: those after the mask's.
-        strides: with a mask, those of k and v.
+        strides: with a mask, those of k and v, and `bias_lines`.
         scratch: floats that hold segments, if they are merged by a kernel of their own.
         dynamic: whether blocks take tiles as they come.
         merge: that kernel.
@@ -221,10 +223,12 @@ class Plan:
         if self.dynamic:
             following = runtime.zeros((1,), torch.int32, q.get_device())
         rows = None if x.mask is None else mask.find_rows(x, by_head=True)
-        of_q, of_k, of_v = self.maps
+        of_q, of_k, of_v, *of_mask = self.maps
+        added = address(x.mask if self.strides and self.strides[-1] else q)
         self.kernel.launch(
             (self.grid, 1, 1),
             *(of_q[q.data_ptr()], of_k[k.data_ptr()], of_v[v.data_ptr()]),
+            *(of[added] for of in of_mask),
             *map(address, (out, x.sinks, lse, lse2, scratch, following)),
             *self.sizes,
             *sequences(x),
@@ -247,11 +251,18 @@ def make_plan(x: Attention, schedule: HopperSchedule | None = None) -> Plan:
     layouts = tuple(map(layout, (x.q, x.k, x.v)))
     tiles, heads, height, members = _tiles(x, s)
     promotion, lines = l2_promotion(s), _box(x) if of.paged else BLOCK
-    maps = (
+    maps: tuple[Maps, ...] = (
         query_maps(of.dtype, layouts[0], height, members),
         tile_maps(of.dtype, layouts[1], lines, 64, promotion),
         tile_maps(of.dtype, layouts[2], lines, of.width, promotion),
     )
+    lines_of_mask = 0
+    if x.mask is not None and of.adds:
+        if copyable_mask(x.mask):
+            lines_of_mask = min(height, 16 // members if 16 % members == 0 else 15 // members + 2)
+            maps += (mask_maps(x.mask.dtype, tuple(x.mask.shape), x.mask.stride(), lines_of_mask),)
+        else:
+            maps += (maps[0],)
     of_head = 2 * x.keys * (x.k.shape[-1] + x.v.shape[-1])
     together = min(heads, max(1, _L2 // of_head) * (x.group // members))
     segments = _segments(x)
@@ -265,7 +276,7 @@ def make_plan(x: Attention, schedule: HopperSchedule | None = None) -> Plan:
         grid=min(count, blocks),
         sizes=(*sizes, shared_matrices(layouts), lines if of.paged else 0),
         problem=problem(x)[7:],
-        strides=() if x.mask is None else (*universal.strides(x.k), *universal.strides(x.v)),
+        strides=() if x.mask is None else (*universal.strides(x.k), *universal.strides(x.v), lines_of_mask),
         scratch=x.q.shape[:-1].numel() * segments * (of.values + 2) if s.split else 0,
         dynamic=s.dynamic and not (of.paged and count <= blocks),  # the counter costs a launch
         merge=universal.Merge.of(x) if s.split else None,
@@ -310,7 +321,7 @@ def plan(x: Attention) -> Plan | None:
         *(x.contract, x.scale, x.softcap, x.window, x.align, None if offsets is None else len(offsets)),
         *(x.cu_seqlens_k is None, x.key_start is None, x.key_length is None),
         *((None,) if table is None else (table.shape[1], table.stride(0))),
-        *((None,) if x.mask is None else (x.mask.dtype, x.mask.stride())),
+        *((None,) if x.mask is None else (x.mask.dtype, x.mask.stride(), x.mask.data_ptr() % 16 == 0)),
     )
     try:
         return _plans[key]

@@ -32,7 +32,8 @@
 //
 // Masks (MASK): a tile is taken in runs of rows (attention_mask.cuh), mostly one. Keys are counted among those that
 // the run's last row shows. Where these have no gaps, tiles come by TMA, from any line on; else the producer lists
-// them, and gathers their lines. A row's own count tells what it sees; only float masks are read again, and added.
+// them, and gathers their lines. A row's own count tells what it sees; only float masks are read again, and added:
+// each warp of a consumer brings what its rows need by TMA as their scores are multiplied, or gathers it.
 //
 // The results of a segment are merged with those of the segments before it. These stay in registers, or in
 // shared memory, each value by the thread that has it, where values are long.
@@ -64,15 +65,16 @@ static_assert(HEAD % 16 == 0 && HEAD <= 128 && VALUES % 16 == 0 && VALUES <= 128
 static_assert(WARPGROUPS >= 1 && WARPGROUPS <= 3 &&
               (RESIDENT == 1 || (RESIDENT == 2 && FEW && WARPGROUPS == 1)));
 constexpr u32 CONSUMERS = WARPGROUPS * 128, ROWS = WARPGROUPS * 64, THREADS = CONSUMERS + 128;
-constexpr u32 PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : MASKED ? 72 : 56;
-constexpr u32 CONSUMER_REGISTERS = RESIDENT == 2     ? 256 - PRODUCER_REGISTERS
-                                   : WARPGROUPS == 3 ? 160
-                                   : !MASKED         ? 224
-                                   : WARPGROUPS == 2 ? 216
-                                                     : 240;
+constexpr bool TIGHT = FLOAT_MASK && WARPGROUPS == 2;  // consumers need registers more than the producer does
+constexpr u32 PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : MASKED && !TIGHT ? 72 : 56;
+constexpr u32 CONSUMER_REGISTERS = RESIDENT == 2      ? 256 - PRODUCER_REGISTERS
+                                   : WARPGROUPS == 3  ? 160
+                                   : !MASKED || TIGHT ? 224
+                                   : WARPGROUPS == 2  ? 216
+                                                      : 240;
+constexpr u32 BIAS_WARPS = !FLOAT_MASK ? 0 : FEW ? 1 : CONSUMERS / 32;  // with rows to which a mask adds
 constexpr bool TOTAL_IN_REGISTERS = VALUES <= 64 && WARPGROUPS < 3 && !FLOAT_MASK;
 constexpr u32 KEEPERS = FEW ? 32 : CONSUMERS;  // threads that have rows with queries
-constexpr u32 TOTAL_BYTES = SPLIT || TOTAL_IN_REGISTERS ? 0 : KEEPERS * VALUES * 2;
 // Whether consumers give queries back before the arithmetic of their last scores, if registers allow.
 constexpr bool LEAVES_EARLY = WARPGROUPS < 3;
 constexpr u32 ORDER = 1, CLEARED = ORDER + WARPGROUPS;  // named barriers; 0 is __syncthreads
@@ -83,8 +85,22 @@ using KTile = Tile<false, false, KEYS, HEAD, 1>;
 using VTile = Tile<true, false, VALUES, KEYS, 1>;
 constexpr u32 STAGE_BYTES = KTile::bytes > VTile::bytes ? KTile::bytes : VTile::bytes;
 
+// What a float mask adds to a warp's rows in a block: columns of 128 bytes, 16 lines each, as TMA swizzles them.
+struct BiasTile {
+    using Value = Mask::Stored;
+    static constexpr u32 WIDTH = 128 / sizeof(Value), COLUMNS = KEYS / WIDTH;
+    static constexpr u32 COLUMN_BYTES = 16 * 128, BYTES = COLUMNS * COLUMN_BYTES;
+    static __device__ __forceinline__ u32 at(u32 line, u32 key) {
+        const u32 byte = key % WIDTH * sizeof(Value);
+        return key / WIDTH * COLUMN_BYTES + line * 128 + (byte ^ line % 8 * 16);
+    }
+};
+
 struct Params {
     TensorMap q, k, v;
+#if MASK != NONE && MASK != BOOLEAN
+    TensorMap mask;
+#endif
     Stored* out;
     const float* sinks;  // of each head, or null
     float *lse, *lse2;   // lse may be null
@@ -106,6 +122,7 @@ struct Params {
     Rows rows;
     const Stored *k_lines, *v_lines;  // k and v
     Strides k_strides, v_strides;
+    int bias_lines;  // of a mask's box: those of all queries that a warp may have; 0: TMA does not read the mask
 #endif
 };
 
@@ -126,8 +143,9 @@ __shared__ Ticket tickets[3];
 
 #if MASK != NONE
 // Blocks are counted over all tiles that a block of the grid takes. Consumers need a block's keys while the producer
-// lists those of blocks up to four later.
-constexpr int LISTED = 8;
+// lists those of the block after the next, and finds some of one more: with 3 stages. With 8 it is three ahead of that.
+constexpr int LISTED = STAGES == 3 ? 4 : 8;
+static_assert(STAGES <= 8);
 __shared__ KeysInBlocks<LISTED> shown;
 __shared__ int first_keys[LISTED];  // of a block whose keys have no gaps; -1: they are listed in `shown`
 #endif
@@ -135,17 +153,18 @@ __shared__ int first_keys[LISTED];  // of a block whose keys have no gaps; -1: t
 __device__ __forceinline__ u32 slot_after(u32 slot) { return slot == 2 ? 0 : slot + 1; }
 
 struct SharedStorage {
-    u32 q, ring, total, full, empty, q_full, q_empty;
+    u32 full, empty, q_full, q_empty, bias_full, q, ring, bias, total;
 
     __device__ explicit SharedStorage(unsigned char* raw) {
-        const u32 start = shared_address(raw);
-        q = (start + 1023) & ~1023u;  // a whole period of the swizzle
-        ring = q + QTile::bytes;
-        total = ring + STAGES * STAGE_BYTES;
-        full = total + TOTAL_BYTES;
+        full = shared_address(raw);
         empty = full + STAGES * 8;
         q_full = empty + STAGES * 8;
         q_empty = q_full + 8;
+        bias_full = q_empty + 8;
+        q = (bias_full + BIAS_WARPS * 8 + 1023) & ~1023u;  // a whole period of the swizzle
+        ring = q + QTile::bytes;
+        bias = ring + STAGES * STAGE_BYTES;
+        total = bias + BIAS_WARPS * BiasTile::BYTES;
     }
 };
 
@@ -524,18 +543,15 @@ struct Row {
 struct Seen {
     int first, last;
 #if MASK == NONE
-    struct Biases {};
-    __device__ __forceinline__ void load(Biases&, const Params&, const Ticket&, int, int) const {}
-
+    static constexpr bool adds = false;
     __device__ __forceinline__ Seen(const Params& p, const Ticket& ticket) {
         const Row upper(p, ticket, 0), lower(p, ticket, 1);
         first = __shfl_sync(0xFFFFFFFF, ticket.sequence.first_seen(p.x, lower.query), 31);
         last = __shfl_sync(0xFFFFFFFF, ticket.sequence.last_seen(p.x, upper.query), 0);
     }
 #else
-    int count[2];                 // what each row of a thread sees
-    const Mask::Stored* mask[2];  // where its row of the mask begins
-    bool adds;                    // whether a float mask adds anything but zeros to scores of the warp's rows
+    int count[2];  // what each row of a thread sees
+    bool adds;     // whether a float mask adds anything but zeros to scores of the warp's rows
 
     __device__ __forceinline__ Seen(const Params& p, const Ticket& ticket) {
         const Sequence& s = ticket.sequence;
@@ -546,95 +562,132 @@ struct Seen {
             const Row row(p, ticket, h);
             const i64 of_row = p.rows.row(p.x, s.batch, row.head, row.query);
             count[h] = p.rows.count(of_row);
-            if (FLOAT_MASK) any = any || p.rows.adds(of_row);
-            mask[h] = static_cast<const Mask::Stored*>(p.x.mask);
-            if (FLOAT_MASK) mask[h] += s.mask_row(p.x, row.query, row.head);
+            if (FLOAT_MASK) any = any || (row.exists && p.rows.adds(of_row));
         }
         last = __reduce_min_sync(0xFFFFFFFF, min(count[0], count[1]));
-        if (FLOAT_MASK) adds = __any_sync(0xFFFFFFFF, any);
-    }
-
-    // What a float mask adds to a row's scores of a block, as stored. All lanes of a warp do so together: a lane brings
-    // eight keys of 32 by `load`, and has its two of each eight after `settle`.
-    struct Bias {
-        static constexpr int SIZE = sizeof(Mask::Stored);
-        u32 words[KEYS / 4 * SIZE / 4];
-        bool wide;
-
-        __device__ __forceinline__ void load(const Seen& seen, const Params& p, const Ticket& ticket, int h,
-                                             int block, int number) {
-            const int lane = threadIdx.x % 4, first_key = first_keys[number % LISTED];
-            const Mask::Stored* const from = seen.mask[h] + i64(first_key) * p.x.mask_key;
-            wide = __all_sync(0xFFFFFFFF, first_key >= 0 && p.x.mask_key == 1 &&
-                                              first_key + KEYS <= ticket.sequence.keys &&
-                                              reinterpret_cast<unsigned long long>(from) % 16 == 0);
-            if (wide) {
-#pragma unroll
-                for (int u = 0; u < KEYS / 8; u += 4)
-#pragma unroll
-                    for (int i = 0; i < SIZE / 2; ++i) {
-                        const uint4 x = reinterpret_cast<const uint4*>(from + (u + lane) * 8)[i];
-                        u32* const to = words + u * SIZE / 2 + i * 4;
-                        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-                    }
-                return;
-            }
-#pragma unroll
-            for (int i = 0; i < KEYS / 4; ++i) {
-                const int column = i / 2 * 8 + lane * 2 + i % 2;
-                u32 bits = 0;
-                if (block * KEYS + column < seen.count[h]) {
-                    const int key = first_key < 0 ? shown.at(number * KEYS + column) : first_key + column;
-                    bits = bits_of(seen.mask[h][key * p.x.mask_key]);
-                }
-                if (SIZE == 4 || i % 2 == 0)
-                    words[i * SIZE / 4] = bits;
-                else
-                    words[i / 2] |= bits << 16;
-            }
-        }
-        __device__ __forceinline__ void settle() {
-            if (!wide) return;
-#pragma unroll
-            for (int u = 0; u < KEYS / 8 * SIZE / 2; u += 2 * SIZE) {
-                u32 first[4], second[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    first[i] = words[u + i * SIZE / 2], second[i] = words[u + i * SIZE / 2 + SIZE / 4];
-                transpose(first);
-                if (SIZE == 4) transpose(second);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    words[u + i * SIZE / 2] = first[i];
-                    if (SIZE == 4) words[u + i * 2 + 1] = second[i];
-                }
-            }
-        }
-        __device__ __forceinline__ float at(int i) const {
-            float x;
-            if constexpr (SIZE == 2)
-                x = Mask::widen(u16(words[i / 2] >> i % 2 * 16));
-            else
-                x = __uint_as_float(words[i]);
-            return __fmul_rn(x, contract::LOG2E);
-        }
-
-      private:
-        static __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
-        static __device__ __forceinline__ u32 bits_of(u16 x) { return x; }
-    };
-    // Rows whose biases are brought while their scores are multiplied, as far as registers hold them.
-    static constexpr int AHEAD = FLOAT_MASK && (Bias::SIZE == 2 || VALUES <= 64) ? 1 : 0;
-    using Biases = Bias[AHEAD > 0 ? AHEAD : 1];
-
-    __device__ __forceinline__ void load(Biases& biases, const Params& p, const Ticket& ticket, int block,
-                                         int number) const {
-        if (!adds) return;
-#pragma unroll
-        for (int h = 0; h < AHEAD; ++h) biases[h].load(*this, p, ticket, h, block, number);
+        adds = FLOAT_MASK && __any_sync(0xFFFFFFFF, any);
     }
 #endif
 };
+
+#if MASK == NONE || MASK == BOOLEAN
+struct Biases {
+    __device__ __forceinline__ explicit Biases(const SharedStorage&) {}
+    __device__ __forceinline__ void start(const Params&, const Ticket&, bool) {}
+    __device__ __forceinline__ void fetch(const Params&, const Ticket&, int) {}
+};
+#else
+// What a float mask adds to the scores of a warp's rows: a tile of a block, in shared memory. All lanes do so together.
+// `number`: of the block, see LISTED.
+struct Biases {
+    const SharedStorage& shared;
+    u32 parity = 0;
+    u32 lines;  // bits 0 to 7: the query of the warp's first row, from the run's; then the lines of the tile that a lane
+                // addresses for upper and for lower rows
+    bool any;  // whether the rows need any
+
+    __device__ __forceinline__ explicit Biases(const SharedStorage& shared_) : shared(shared_) {}
+
+    __device__ __forceinline__ void start(const Params& p, const Ticket& ticket, bool any_) {
+        any = any_;
+        const int row = threadIdx.x / 32 * 16, last = ticket.rows - 1;
+        const int first = min(row / p.members, last), lane = threadIdx.x % 32;
+        lines = first;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int own = row + (sizeof(Mask::Stored) == 2 ? lane % 8 : lane / 4) + 8 * h;
+            lines |= (min(own / p.members, last) - first) << (8 + h * 8);
+        }
+    }
+
+    // Begins to bring a block's, whose keys are there.
+    __device__ __forceinline__ void fetch(const Params& p, const Ticket& ticket, int number) {
+        if (!any) return;
+        __syncwarp();  // all lanes have read those of the block before
+        const int first = first_keys[number % LISTED];
+        if (first < 0 || p.bias_lines == 0 || threadIdx.x % 32 > 0) return;
+        mbarrier_arrive_expect_tx(full(), p.bias_lines * BiasTile::COLUMNS * 128);
+#pragma unroll
+        for (u32 column = 0; column < BiasTile::COLUMNS; ++column)
+            tma_load(tile() + column * BiasTile::COLUMN_BYTES, p.mask, full(),
+                     ticket.sequence.first_key + first + column * BiasTile::WIDTH,
+                     ticket.first_query + (lines & 0xFF), p.x.mask_head ? ticket.head : 0,
+                     p.x.mask_batch ? ticket.sequence.batch : 0);
+    }
+
+    // Waits for them.
+    __device__ __forceinline__ void wait(const Params& p, const Ticket& ticket, int block, int number) {
+        const int first = first_keys[number % LISTED];
+        if (first >= 0 && p.bias_lines > 0) {
+            mbarrier_wait(full(), parity);
+            parity ^= 1;
+        } else {
+            gather(p, ticket, first, block, number);
+        }
+    }
+
+    // A thread's, of its row h.
+    __device__ __forceinline__ void read(float (&b)[KEYS / 4], int h) const {
+        const u32 line = lines >> (8 + h * 8) & 0xFF, lane = threadIdx.x % 32;
+        if constexpr (sizeof(Mask::Stored) == 2) {
+            const u32 from = tile() + line * 128 + (lane / 8 ^ line % 8) * 16;
+#pragma unroll
+            for (u32 u = 0; u < KEYS / 8; u += 4) {
+                u32 words[4];
+                ldmatrix_x4<false>(words, (from ^ u % 8 * 16) + u / 8 * BiasTile::COLUMN_BYTES);
+#pragma unroll
+                for (u32 i = 0; i < 8; ++i)
+                    b[u * 2 + i] = __fmul_rn(Mask::widen(u16(words[i / 2] >> i % 2 * 16)), contract::LOG2E);
+            }
+        } else {
+            const u32 from = tile() + line * 128 + (lane % 4 / 2 ^ line % 8) * 16 + lane % 2 * 8;
+#pragma unroll
+            for (u32 u = 0; u < KEYS / 8; ++u) {
+                float x[2];
+                asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                             : "=f"(x[0]), "=f"(x[1])
+                             : "r"((from ^ u % 4 * 32) + u / 4 * BiasTile::COLUMN_BYTES)
+                             : "memory");
+#pragma unroll
+                for (u32 e = 0; e < 2; ++e) b[u * 2 + e] = __fmul_rn(x[e], contract::LOG2E);
+            }
+        }
+    }
+
+  private:
+    __device__ __forceinline__ u32 full() const { return shared.bias_full + threadIdx.x / 32 * 8; }
+    __device__ __forceinline__ u32 tile() const { return shared.bias + threadIdx.x / 32 * BiasTile::BYTES; }
+    static __device__ __forceinline__ void store(u32 to, u16 x) {
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(x) : "memory");
+    }
+    static __device__ __forceinline__ void store(u32 to, float x) {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+    }
+
+    // Where keys have gaps (`first_key` is negative), or TMA does not read the mask.
+    __device__ __forceinline__ void gather(const Params& p, const Ticket& ticket, int first_key, int block,
+                                           int number) const {
+        const auto* const mask = static_cast<const Mask::Stored*>(p.x.mask);
+        const int lane = threadIdx.x % 32, first = lines & 0xFF;
+        const int count = min(min(15 / p.members + 2, 16), ticket.rows - first);
+#pragma unroll 1
+        for (int i = 0; i < KEYS / 32; ++i) {
+            const int column = i * 32 + lane, at = number * KEYS + column;
+            const bool exists = block * KEYS + column < ticket.keys;
+            const int key = first_key >= 0 ? first_key + column : exists ? shown.at(at) : 0;
+            const Mask::Stored* const from =
+                mask + ticket.sequence.mask_row(p.x, ticket.first_query + first, ticket.head) +
+                key * p.x.mask_key;
+#pragma unroll 4
+            for (int line = 0; line < count; ++line)
+                store(tile() + BiasTile::at(line, column),
+                      exists ? from[line * p.x.mask_query] : Mask::Stored(0));
+        }
+        fence_async_proxy();  // before TMA writes there
+        __syncwarp();
+    }
+};
+#endif
 
 // The softmax of the current segment.
 struct Softmax {
@@ -648,12 +701,13 @@ struct Softmax {
 
     // Products of a block to probabilities. `number`: see LISTED.
     __device__ __forceinline__ void add(float (&s)[KEYS / 2], const Params& p, const Ticket& ticket,
-                                        const Seen& by_all, int block, int number, Seen::Biases& biases) {
+                                        const Seen& by_all, int block, int number, Biases& biases) {
         const Problem& x = p.x;
         if (SOFTCAP)
 #pragma unroll
             for (int i = 0; i < KEYS / 2; ++i) s[i] = scores::tanh(__fmul_rn(s[i], x.cap));
-        if (block * KEYS < by_all.first || block * KEYS + KEYS > by_all.last) {
+        const bool whole = block * KEYS >= by_all.first && block * KEYS + KEYS <= by_all.last;
+        if (!whole) {
             const int column = block * KEYS + threadIdx.x % 4 * 2;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -670,24 +724,24 @@ struct Softmax {
             }
         }
         scale[1] = 1.0f;
-#if MASK != NONE
-        if (FLOAT_MASK && by_all.adds) {
+#if MASK != NONE && MASK != BOOLEAN
+        if (biases.any) {
+            biases.wait(p, ticket, block, number);
 #pragma unroll
             for (int h = 0; h < (FEW ? 1 : 2); ++h) {
-                Seen::Bias& bias = biases[h < Seen::AHEAD ? h : 0];
-                if (h >= Seen::AHEAD) bias.load(by_all, p, ticket, h, block, number);
-                bias.settle();
-                float m = -INF;
+                float b[KEYS / 4], m = -INF;
+                biases.read(b, h);
+                if (!whole) clear_hidden(b, by_all.count[h] - block * KEYS);
 #pragma unroll
                 for (int i = 0; i < KEYS / 4; ++i)
-                    m = fmaxf(m, __fmaf_rn(s[i / 2 * 4 + 2 * h + i % 2], x.c, bias.at(i)));
+                    m = fmaxf(m, __fmaf_rn(s[i / 2 * 4 + 2 * h + i % 2], x.c, b[i]));
                 m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 1));
                 m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 2));
                 const float shift = raise(h, m);
 #pragma unroll
                 for (int i = 0; i < KEYS / 4; ++i) {
                     float& own = s[i / 2 * 4 + 2 * h + i % 2];
-                    own = scores::exp2(__fmaf_rn(own, x.c, __fsub_rn(bias.at(i), shift)));
+                    own = scores::exp2(__fmaf_rn(own, x.c, __fsub_rn(b[i], shift)));
                     add_weight(i / 2, h, i % 2, own);
                 }
             }
@@ -719,6 +773,14 @@ struct Softmax {
             s[i] = scores::exp2(__fmaf_rn(s[i], x.c, -shift[h]));
             add_weight(i / 4, h, i % 2, s[i]);
         }
+    }
+
+    // What a mask adds where a row sees nothing may be anything.
+    static __device__ __forceinline__ void clear_hidden(float (&b)[KEYS / 4], int seen) {
+        const u32 visible = columns_below(seen - int(threadIdx.x % 4 * 2));
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; ++i)
+            if (!(visible >> i & 1)) b[i] = 0.0f;
     }
 
     // Raises n of row h to the maximum of its scores in a block. Returns what they are shifted by.
@@ -893,6 +955,7 @@ struct Consumer {
     const SharedStorage& shared;
     u32 warpgroup, thread;
     Ring<STAGES> ring;
+    Biases biases{shared};
     int listed = 0;  // blocks of all tickets before: see LISTED
 
     __device__ __forceinline__ u32 wait() const {
@@ -917,15 +980,15 @@ struct Consumer {
         const Seen seen(p, ticket);
         float s[KEYS / 2];
         u32 probabilities[KEYS / 16][4];
-        Seen::Biases biases;
         Softmax segment;
         segment.start();
+        biases.start(p, ticket, seen.adds);
 
         const u32 first_keys = wait();
+        biases.fetch(p, ticket, listed);
         wgmma_fence();
         multiply(s, q, first_keys);
         wgmma_commit();
-        seen.load(biases, p, ticket, first, listed);
         wgmma_wait<0>();
         pin(s);
         release(ring.stage);
@@ -939,6 +1002,7 @@ struct Consumer {
         for (int block = first + 1; block < end; ++block) {
             const u32 k = wait(), k_stage = ring.stage;
             ring.step();
+            biases.fetch(p, ticket, listed + block - first);
             take_turn();
             pin(o);
             pin(probabilities);
@@ -950,7 +1014,6 @@ struct Consumer {
             multiply(o, probabilities, v, start);
             wgmma_commit();
             pass_turn();
-            seen.load(biases, p, ticket, block, listed + block - first);
             wgmma_wait<1>();
             pin(s);
             release(k_stage);
@@ -1052,7 +1115,7 @@ __device__ __forceinline__ void check_offsets(const Problem& x) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     attention_sm90(const __grid_constant__ Params p) {
-    extern __shared__ unsigned char raw[];
+    extern __shared__ __align__(16) unsigned char raw[];
     const SharedStorage shared(raw);
     if (threadIdx.x == CONSUMERS) {
         prefetch_tensor_map(p.q);
@@ -1063,6 +1126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             mbarrier_init(shared.empty + stage * 8, WARPGROUPS);
         }
         mbarrier_init(shared.q_full, 1);
+        for (u32 warp = 0; warp < BIAS_WARPS; ++warp) mbarrier_init(shared.bias_full + warp * 8, 1);
         mbarrier_init(shared.q_empty, WARPGROUPS * 4 * WARP_ARRIVALS);
         mbarrier_init_fence();
     }
