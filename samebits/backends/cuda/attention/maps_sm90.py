@@ -79,8 +79,8 @@ def mask_maps(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ..
     batch, heads, queries, keys = shape
     of_batch, of_head, of_query, _ = strides
     sizes = (keys, queries, heads if of_head else 1, batch if of_batch else 1)
-    steps = (of_query if queries > 1 else 0, of_head if heads > 1 else 0, of_batch if batch > 1 else 0)
-    steps = tuple(dtype.itemsize * s or 16 for s in steps)
+    used = (of_query if queries > 1 else 0, of_head if heads > 1 else 0, of_batch if batch > 1 else 0)
+    steps = tuple(dtype.itemsize * s or 16 for s in used)
     return Maps(dtype, sizes, steps, (128 // dtype.itemsize, lines, 1, 1), 128)
 
 
