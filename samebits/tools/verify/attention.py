@@ -168,7 +168,7 @@ def attentions(thorough: bool, smem: int = _LONG_NEEDS) -> list[AttentionCase]:
     """
     count = 12 if thorough else 6  # more in pages and under masks, which more schedules take
     variants = [(i, of) for i, of in enumerate(VARIANTS) if of.size <= _LONG or smem >= _LONG_NEEDS]
-    more = [2 if of.mask is not None else int(of.paged) for of in VARIANTS]
+    more = [4 if of.mask not in (None, _BOOL) else 2 if of.mask else int(of.paged) for of in VARIANTS]
     return [_drawn(of, i, n) for i, of in variants for n in range(count * (1 + more[i]))]
 
 
