@@ -88,7 +88,7 @@ def masked(
         (masked(130, 256, form="row"), 0),
         (masked(130, 256, form="columns"), 0),
     ],
-    ids=lambda of: str(tuple(of.mask.shape)) if isinstance(of, Attention) else str(of),
+    ids=str,
 )
 def test_lines_of_a_mask_that_one_copy_brings(x: Attention, lines: int) -> None:
     """None where the copy engine cannot read the mask."""
