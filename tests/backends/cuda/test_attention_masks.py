@@ -42,7 +42,8 @@ def masked(
 
     Args:
         form: of the mask: causal; with ``gaps``; ``special``, with infinities and NaN; one of each ``head``;
-            the same ``row`` for all queries; ``columns`` that lie side by side; ``zeros`` that add nothing.
+            the same ``row`` for all queries; ``columns`` that lie side by side; ``zeros`` that add nothing;
+            ``padded`` by 13 keys in the first sequence and 8 in the next; in ``spans`` of 50 keys.
         heads: of k, and of q for each.
     """
     shape = (batch, heads[0] * heads[1] if form == "head" else 1, 1 if form == "row" else queries, keys)
@@ -59,6 +60,12 @@ def masked(
         mask.masked_fill_(later | (drawn[:, :, :1] < 0.2), -math.inf)
     elif form != "row":
         mask.masked_fill_(later, -math.inf)
+    if form == "padded":
+        for i in range(batch):
+            mask[i, ..., : 13 - 5 * i] = -math.inf
+    elif form == "spans":
+        spans = torch.arange(keys) // 50
+        mask.masked_fill_(spans != spans[keys - queries :, None], -math.inf)
     mask = mask.expand(batch, heads[0] * heads[1], queries, keys)
     if form == "columns":
         mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
@@ -139,8 +146,11 @@ def check(x: Attention) -> None:
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("of_mask", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("form", ["causal", "gaps", "special", "head", "row", "columns", "zeros"])
+@pytest.mark.parametrize(
+    "form", ["causal", "gaps", "special", "head", "row", "columns", "zeros", "padded", "spans"]
+)
 def test_every_schedule_under_float_masks(form: str, of_mask: torch.dtype) -> None:
+    """The copy engine reads masks from multiples of 16 bytes only: padding and spans begin anywhere."""
     check(masked(150, 584, of_mask, form=form))
     check(masked(70, 301, of_mask, form=form, sizes=(64, 64), heads=(2, 3), batch=1))
     check(masked(1, 1032, of_mask, form=form, heads=(1, 8)))

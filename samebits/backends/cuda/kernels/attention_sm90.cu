@@ -33,7 +33,8 @@
 // Masks (MASK): a tile is taken in runs of rows (attention_mask.cuh), mostly one. Keys are counted among those that
 // the run's last row shows. Where these have no gaps, tiles come by TMA, from any line on; else the producer lists
 // them, and gathers their lines. A row's own count tells what it sees; only float masks are read again, and added:
-// each warp of a consumer brings what its rows need by TMA as their scores are multiplied, or gathers it.
+// each warp of a consumer brings what its rows need by TMA as their scores are multiplied, or gathers it. Along
+// the innermost dimension TMA reads from multiples of 16 bytes on; from elsewhere is an illegal instruction.
 //
 // The results of a segment are merged with those of the segments before it. These stay in registers, or in
 // shared memory, each value by the thread that has it, where values are long.
@@ -600,12 +601,18 @@ struct Biases {
         }
     }
 
+    // Whether TMA brings them from the first key of a block on, which has no gaps unless `first` is negative.
+    static __device__ __forceinline__ bool by_tma(const Params& p, const Ticket& ticket, int first) {
+        constexpr int ALIGNED = 16 / sizeof(Mask::Stored);
+        return first >= 0 && p.bias_lines > 0 && (ticket.sequence.first_key + first) % ALIGNED == 0;
+    }
+
     // Begins to bring a block's, whose keys are there.
     __device__ __forceinline__ void fetch(const Params& p, const Ticket& ticket, int number) {
         if (!any) return;
         __syncwarp();  // all lanes have read those of the block before
         const int first = first_keys[number % LISTED];
-        if (first < 0 || p.bias_lines == 0 || threadIdx.x % 32 > 0) return;
+        if (!by_tma(p, ticket, first) || threadIdx.x % 32 > 0) return;
         mbarrier_arrive_expect_tx(full(), p.bias_lines * BiasTile::COLUMNS * 128);
 #pragma unroll
         for (u32 column = 0; column < BiasTile::COLUMNS; ++column)
@@ -618,7 +625,7 @@ struct Biases {
     // Waits for them.
     __device__ __forceinline__ void wait(const Params& p, const Ticket& ticket, int block, int number) {
         const int first = first_keys[number % LISTED];
-        if (first >= 0 && p.bias_lines > 0) {
+        if (by_tma(p, ticket, first)) {
             mbarrier_wait(full(), parity);
             parity ^= 1;
         } else {
@@ -664,7 +671,7 @@ struct Biases {
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
     }
 
-    // Where keys have gaps (`first_key` is negative), or TMA does not read the mask.
+    // Where keys have gaps (`first_key` is negative), or TMA does not read the mask from there on.
     __device__ __forceinline__ void gather(const Params& p, const Ticket& ticket, int first_key, int block,
                                            int number) const {
         const auto* const mask = static_cast<const Mask::Stored*>(p.x.mask);
