@@ -14,7 +14,8 @@ enum {
     LARGEST_HEAD_SM90 = 128,
     MOST_MEMBERS = 64, /* heads that a tile may have side by side */
     FEW_QUERIES = 128, /* with which it has them */
-    L2 = 24 << 20      /* bytes of keys and values that are used side by side */
+    L2 = 24 << 20,     /* bytes of keys and values that are used side by side */
+    LONG = 8192        /* queries whose tiles under a window are taken as they come */
 };
 
 static const int64_t MOST_SCRATCH = 512 << 20; /* bytes that segments may take */
@@ -350,7 +351,9 @@ static sb_status run_hopper(const sb_context* context, const attention* x, const
     sb_status status = encode(to->q, x->q.at, &maps[0]);
     if (status == SB_OK) status = encode(to->k, x->k.at, &maps[1]);
     if (status == SB_OK) status = encode(to->v, x->v.at, &maps[2]);
-    const bool dynamic = !of->scratch && (p->cu_seqlens_q || p->key_start || p->key_length);
+    const bool windowed = p->window.left != -1 || p->window.right != -1;
+    const bool uneven = p->cu_seqlens_q || p->key_start || p->key_length || (windowed && p->queries >= LONG);
+    const bool dynamic = !of->scratch && uneven;
     if (status == SB_OK && dynamic)
         status = check_driver(driver.cuMemsetD32Async(counter_of(x), 0, 1, x->stream), "cuMemsetD32Async");
     if (status != SB_OK) return status;

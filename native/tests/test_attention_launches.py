@@ -118,8 +118,7 @@ def check(gpu: FakeGpu, archive: Archive, of: engine.Engine, x: Attention) -> tu
     if spec.entry == "attention_sm90":
         shares, members = struct.unpack_from("@i4xi", params, 464)
         split = bool(dict(spec.constants)["SPLIT"])
-        lists = (x.cu_seqlens_q, x.key_start, x.key_length)
-        dynamic = not split and any(t is not None for t in lists)
+        dynamic = not split and sm90.is_uneven(x)
         s = replace(schedule, stages=3, grouped=members > 1, split=split, dynamic=dynamic)
         with mock.patch.object(sm90, "shares_of", return_value=shares):
             sm90.forward(x, schedule=s.filled(sm90.variant(x)))
@@ -142,7 +141,7 @@ def random_call(drawn: random.Random, gpu: FakeGpu) -> Attention:
         drawn.choice((1, 2, 7, 33)),
     )
     form = drawn.choice(("whole", "whole", "padded", "packed", "paged", "packed and paged"))
-    queries = drawn.choice((1, 1, 2, 5, 64, 127, 200, 1000))
+    queries = drawn.choice((1, 1, 2, 5, 64, 127, 200, 1000, 9000))
     keys = drawn.choice((1, 100, 512, 513, 3000, 9000))
 
     queries = min(queries, max(1, (1 << 22) // (batch * group * kv_heads * head)))

@@ -82,9 +82,11 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         yield f"runner={model.runner_type!r}", "only the log-probs of generated text are covered", _LATER
     if model.is_multimodal_model:
         yield "a multimodal model", "images, audio and their encoders are not covered", _LATER
-    # mla.py has a GPU's half, which waits for a run.
-    if not current_platform.is_cpu() and getattr(model.hf_text_config, "kv_lora_rank", None):
-        yield "MLA", "it has not been proven on a GPU yet", _LATER
+    if getattr(model.hf_text_config, "kv_lora_rank", None) and not (
+        model.use_mla or current_platform.is_cpu()
+    ):
+        hint = "set VLLM_MLA_DISABLE=0, and call samebits.latent.absorb(model) in the trainer"
+        yield "MLA in its expanded form", "it has not been proven on a GPU", hint
     if model.use_mla and config.quant_config is not None:
         yield "MLA with quantized weights", "kv_b_proj is applied in 16 bits", "set VLLM_MLA_DISABLE=1"
     if model.use_mla and config.lora_config is not None:

@@ -43,7 +43,7 @@ COVERED = (
     ("mixtures of experts", "yes", "Qwen3-MoE, GPT-OSS"),
     ("recurrent layers of Mamba 2 and of gated delta rules, with prefixes and preemption", "yes", "not run"),
     ("MLA, as expanded keys and values", "yes", "refused"),
-    ("MLA in its absorbed form (`VLLM_MLA_DISABLE=0`)", "yes", "refused"),
+    ("MLA in its absorbed form (`VLLM_MLA_DISABLE=0`)", "yes", "yes"),
     ("block FP8, dense: checkpoints, and weights quantized while they are loaded", "yes", "checkpoints"),
     ("block FP8 of mixtures of experts, both ways", "yes", "checkpoints"),
     ("adapters (LoRA), several in a batch", "yes", "yes"),

@@ -1,4 +1,4 @@
-"""Latent attention's half for GPUs, which waits for a run there: what it does without one."""
+"""Latent attention's half for GPUs: what it does without one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from samebits.engines.refusals import RefusedError
 from tests.vllm import models
 
 
-@pytest.mark.parametrize("absorbed", [False, True])
-def test_an_engine_on_a_gpu_is_refused(absorbed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_expanded_form_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from samebits.vllm import covered
 
     text = SimpleNamespace(kv_lora_rank=512)
     model = SimpleNamespace(
-        runner_type="generate", is_multimodal_model=False, use_mla=absorbed, hf_text_config=text
+        runner_type="generate", is_multimodal_model=False, use_mla=False, hf_text_config=text
     )
     config = SimpleNamespace(model_config=model, speculative_config=None)
     monkeypatch.setattr(covered, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     what, reason, _ = next(covered._found(config))
-    assert (what, reason) == ("MLA", "it has not been proven on a GPU yet")
+    assert (what, reason) == ("MLA in its expanded form", "it has not been proven on a GPU")
 
 
 class Layer(nn.Module):

@@ -45,6 +45,7 @@ __all__ = [
     "candidates",
     "choose",
     "forward",
+    "is_uneven",
     "l2_promotion",
     "load_all",
     "make_plan",
@@ -59,6 +60,7 @@ __all__ = [
 _LARGEST_HEAD = 128
 _SCRATCH = 512 << 20  # bytes that segments may take
 _L2 = 24 << 20  # bytes of keys and values that are used side by side
+_LONG = 8192  # queries whose tiles under a window are taken as they come: the counter costs a launch
 _SMALLEST_BOX = 8  # lines: the period of the swizzle
 
 
@@ -85,8 +87,7 @@ def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     # Heads side by side in a tile share what a float mask adds.
     grouped = x.group > 1 and (queries < 128 or of.adds) and _can_group(x)
     rows = queries * (x.group if grouped else 1)
-    dynamic = x.packed or x.key_start is not None or x.key_length is not None
-    least = HopperSchedule(1, 3, grouped, dynamic=dynamic, few=rows <= 8)
+    least = HopperSchedule(1, 3, grouped, dynamic=is_uneven(x), few=rows <= 8)
     sizes = (1,) if rows <= 64 else (2, 3) if x.mask is None else (2, 1)  # rows of a mask may come one by one
     found = [replace(least, warpgroups=n) for n in sizes]
     s = min((s for s in found if s.fits(of)), key=lambda s: cost(x, s, multiprocessors))
@@ -95,6 +96,12 @@ def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     elif s.few and x.mask is None and _blocks(x, s) > multiprocessors:
         s = replace(s, resident=2)  # one block streams while the other is between tiles
     return s.filled(of)
+
+
+def is_uneven(x: Attention) -> bool:
+    """Whether tiles differ so much that blocks best take them as they come."""
+    lengths = x.packed or x.key_start is not None or x.key_length is not None
+    return lengths or (x.window != (-1, -1) and x.queries >= _LONG)
 
 
 def _blocks(x: Attention, s: HopperSchedule) -> int:
