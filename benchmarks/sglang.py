@@ -25,6 +25,7 @@ def serve(engine: str, options: argparse.Namespace) -> dict[str, Any]:
     """Starts an engine in processes of its own, and measures it from here."""
     import sglang
 
+    shape = engines.MODELS[options.model]
     more: dict[str, Any] = {"attention_backend": options.attention}
     if engine == "samebits":
         import samebits.sglang
@@ -34,7 +35,7 @@ def serve(engine: str, options: argparse.Namespace) -> dict[str, Any]:
         more["enable_deterministic_inference"] = True
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(engines.MODELS[options.model]))
+        Path(folder, "config.json").write_text(json.dumps(shape))
         llm = sglang.Engine(
             model_path=folder,
             load_format="dummy",
@@ -51,7 +52,7 @@ def serve(engine: str, options: argparse.Namespace) -> dict[str, Any]:
         sampling = {"temperature": 1.0, "max_new_tokens": sampled, "ignore_eos": True}
         llm.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
 
-    found = engines.rates(generate)
+    found = engines.rates(generate, shape["vocab_size"])
     info = llm.get_server_info()
     llm.shutdown()
     return {

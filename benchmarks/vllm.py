@@ -4,7 +4,8 @@ python -m benchmarks vllm [--model 8b] [--engines stock,samebits,invariant] [--r
                           [--out FILE]
 
 It writes benchmarks/results/<gpu>/vllm.json, by ``benchmarks/engines.py``. Requests of the model 8b-lora use
-ADAPTERS adapters in turns. On several ranks samebits' sums are in segments.
+ADAPTERS adapters in turns. On several ranks samebits' sums are in segments. The attention that each
+engine chose is in the results.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ ENGINES: dict[str, dict[str, str]] = {
 """Environment variables of an engine."""
 
 
-def randomise(worker: Any) -> int:
-    """In the engine's process: random weights in place of dummies. Returns how many tokens are cached."""
+def randomise(worker: Any) -> dict[str, Any]:
+    """In the engine's process: random weights in place of dummies. Returns what the engine chose."""
     generator = torch.Generator("cuda").manual_seed(0)
     for name, p in worker.model_runner.model.named_parameters():
         with torch.no_grad():
@@ -46,8 +47,11 @@ def randomise(worker: Any) -> int:
             p.normal_(0.0, 0.1 if "norm" in name else 0.02, generator=generator)
             if "norm" in name:
                 p.add_(1.0)
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    attention = {m.get_attn_backend().get_name() for m in layers if hasattr(m, "get_attn_backend")}
     config = worker.model_runner.kv_cache_config
-    return int(config.num_blocks * config.kv_cache_groups[0].kv_cache_spec.block_size)
+    tokens = config.num_blocks * config.kv_cache_groups[0].kv_cache_spec.block_size
+    return {"attention": ", ".join(sorted(attention)), "tokens_cached": int(tokens)}
 
 
 def save_adapters(folder: Path, shape: dict[str, Any]) -> list[Path]:
@@ -88,21 +92,23 @@ def serve(engine: str, options: argparse.Namespace) -> dict[str, Any]:
         more |= samebits.vllm.options(segments=8 if options.ranks > 1 else 1)
     if adapted:
         more |= {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": RANK}
+    # Always the same: vLLM keeps what it compiled by the folder's name, among others.
+    folder = Path(tempfile.gettempdir(), f"samebits-{options.model}")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape))
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(shape))
-        llm = LLM(
-            folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=4096,
-            max_num_seqs=256,
-            disable_log_stats=True,
-            seed=0,
-            **more,
-        )
+    llm = LLM(
+        f"{folder}",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=4096,
+        max_num_seqs=256,
+        disable_log_stats=True,
+        seed=0,
+        **more,
+    )
     took = time.perf_counter() - started
-    cached, *_ = llm.collective_rpc(randomise)
+    chosen, *_ = llm.collective_rpc(randomise)
     kept = tempfile.TemporaryDirectory()
     adapters: list[Any] = []
     if adapted:
@@ -117,9 +123,9 @@ def serve(engine: str, options: argparse.Namespace) -> dict[str, Any]:
         lora: Any = [adapters[i % ADAPTERS] for i in range(len(ids))] if adapters else None
         llm.generate(ids, sampling, use_tqdm=False, lora_request=lora)
 
-    found = engines.rates(generate)
+    found = engines.rates(generate, shape["vocab_size"])
     llm.llm_engine.engine_core.shutdown()
-    return {"start_seconds": round(took, 1), **found, "tokens_cached": cached}
+    return {"start_seconds": round(took, 1), **found, **chosen}
 
 
 def main() -> None:

@@ -68,6 +68,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "trl_vllm.json": {"trl-vllm": models.gpu_trl_vllm},
     "vllm_30b-a3b.json": {"vllm-experts": models.gpu_engine},
     "vllm_8b-lora.json": {"vllm-lora": models.gpu_engine},
+    "vllm_deepseek-v3.json": {"vllm-latent": models.gpu_engine},
     "vllm_8b-fp8.json": {"vllm-fp8": models.gpu_engine},
     "vllm_30b-a3b-fp8.json": {"vllm-experts-fp8": models.gpu_engine},
     "vllm_bits.json": {"vllm-bits": models.gpu_engine_bits},

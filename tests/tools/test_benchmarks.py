@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
 import re
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -473,10 +477,47 @@ def test_the_list_of_cubins_has_every_source() -> None:
     assert {spec.source for spec, _ in cubins.kernels()} == sources
 
 
+@pytest.mark.parametrize("model", engines.MODELS)
+def test_prompts_have_tokens_of_the_model(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Stock vLLM without a tokenizer takes any, and its embedding reads past its table."""
+    asked: set[int] = set()
+
+    class LLM:
+        llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+        def __init__(self, folder: str, **options: Any) -> None:
+            assert json.loads(Path(folder, "config.json").read_text()) == engines.MODELS[model]
+
+        def collective_rpc(self, call: Any) -> list[Any]:
+            return [{"attention": "SOME", "tokens_cached": 9}]
+
+        def generate(self, prompts: Any, sampling: Any, **options: Any) -> None:
+            asked.update(token for prompt in prompts for token in prompt["prompt_token_ids"])
+
+    called = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace)
+    lora = SimpleNamespace(LoRARequest=lambda *of: of)
+    for name, module in (("vllm", called), ("vllm.lora", lora), ("vllm.lora.request", lora)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(vllm, "save_adapters", lambda folder, shape: [folder] * vllm.ADAPTERS)
+    monkeypatch.setattr(engines, "DECODED", ((1, 128),) * len(engines.DECODED))
+    monkeypatch.setattr(engines, "PREFILLED", (1, 2048))
+    found = vllm.serve("stock", argparse.Namespace(model=model, ranks=1))
+    assert (found["attention"], found["tokens_cached"]) == ("SOME", 9)
+    last = engines.MODELS[model]["vocab_size"] - 1
+    assert 0.99 * last < max(asked) <= last
+
+
 def test_engines_share_works_and_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(engines, "VOCABULARY", 7)
-    found = engines.rates(lambda prompts, sampled: asked.append((len(prompts), len(prompts[0]), sampled)))
+
+    def generate(prompts: list[list[int]], sampled: int) -> None:
+        assert {*itertools.chain(*prompts)} <= {*range(7)}
+        asked.append((len(prompts), len(prompts[0]), sampled))
+
+    found = engines.rates(generate, 7)
     works = [(rows, engines.PROMPT, sampled) for rows, sampled in engines.DECODED]
     works += [(*engines.PREFILLED, 1), (1, 2048, 1)]
     assert asked == [work for work in works for _ in range(1 + (5 if work == works[-1] else engines.ROUNDS))]
