@@ -474,7 +474,9 @@ def recurrent_layers() -> Iterator[Kernel]:
         for way in delta_schedules.catalogue():
             if way.memory(x, 64, x is BF16, by_channel, weighted) <= SMEM:
                 yield delta.kernel_spec(way, x, 64, vector=erases, keep=not erases, **given), HOPPER
-        for step in delta_schedules.catalogue_of_steps() if x is BF16 and erases >= by_channel else ():
+        for step in (
+            delta_schedules.catalogue_of_steps(by_channel) if x is BF16 and erases >= by_channel else ()
+        ):
             for dtype, size in ((BF16, 128), (F16, 40)):
                 options: dict[str, Any] = {"hardware_exp2": dtype is BF16, "delta": erases}
                 options |= {"weighted": weighted, "by_channel": by_channel}

@@ -1,6 +1,6 @@
 """Delta rules and linear attention on CUDA tensors: ``kernels/delta*.cu``.
 
-``delta.cu`` computes every forward. Where each sequence has one token, ``delta_step.cu`` is faster, and
+``delta.cu`` computes every forward. Where each sequence has one token, ``delta_step*.cu`` are faster, and
 without the delta rule so is :mod:`samebits.backends.cuda.linear_attention`. With a decay for each channel,
 ``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
 
@@ -112,20 +112,21 @@ def step_spec(
     steps: ssd_steps.Form | None = None,
     programmatic: bool = False,
 ) -> compiler.KernelSpec:
-    """The kernel of ``delta_step.cu``; with `steps`, one that computes what Mamba 2 needs of them."""
+    """The kernel for one token of each sequence; with `steps`, one that has what Mamba 2 needs of them."""
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("VALUE_SIZE", size), ("TILE", schedule.tile)),
         *(("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta)), ("BY_CHANNEL", int(by_channel))),
-        ("WEIGHTED", int(weighted)),
+        *(("WEIGHTED", int(weighted)), ("WARPS", schedule.warps)),
         *(() if steps is None else ssd_steps.constants_of(*steps)),
     )
     smem = -(-schedule.memory(dtype, key_size, by_channel) // 16) * 16
+    entry = "delta_step_few" if schedule.few else "delta_step"
     return compiler.KernelSpec(
-        *("delta_step.cu", "delta_step", _PARAMS + ("" if steps is None else ssd_steps.PARAMS), constants),
-        block=128,
+        *(f"{entry}.cu", entry, _PARAMS + ("" if steps is None else ssd_steps.PARAMS), constants),
+        block=32 * schedule.warps,
         smem=smem,
         # More blocks than multiprocessors fill these unevenly if they begin early.
-        programmatic=programmatic and schedule.tile == 32,
+        programmatic=programmatic and schedule.tile == (64 if by_channel else 32),
         oldest=SM_80,
     )
 

@@ -126,9 +126,13 @@ class Step:
 
     Attributes:
         tile: columns of values that a block takes.
+        warps: in a block.
+        few: whether ``delta_step_few.cu`` computes: one decay for each head, 32 columns and 8 warps.
     """
 
     tile: int
+    warps: int = 4
+    few: bool = False
 
     def memory(self, dtype: torch.dtype, key_size: int, by_channel: bool = False) -> int:
         """Bytes of shared memory of a block: ``struct Memory``."""
@@ -142,9 +146,11 @@ STEP_KEYS = 256
 """The largest keys of that kernel: it is unrolled along them."""
 
 
-def catalogue_of_steps() -> Iterator[Step]:
+def catalogue_of_steps(by_channel: bool) -> tuple[Step, ...]:
     """Every schedule, for proofs."""
-    yield from map(Step, (32, 64, 128))
+    if by_channel:
+        return Step(64, 12), Step(64, 8), Step(128, 8)
+    return Step(32), Step(64), Step(128), Step(32, 8, few=True)
 
 
 def choose_step(
@@ -155,10 +161,20 @@ def choose_step(
     None: this GPU has too little shared memory for all.
     """
     info = devices.device_info(device)
-    for tile in (128, 64, 32):
-        fills = size > tile // 2 and blocks * -(-size // tile) >= info.sm_count
-        if (fills or tile == 32) and Step(tile).memory(dtype, key_size, by_channel) <= info.max_smem:
-            return Step(tile)
+
+    def tiles(tile: int) -> int:
+        return blocks * -(-size // tile)
+
+    alone = tiles(64 if by_channel else 32) <= info.sm_count  # on a multiprocessor
+    if by_channel:
+        wanted = [Step(128, 8), Step(64, 12 if alone else 8)]
+    else:
+        wanted = [Step(128), Step(64), Step(32, 8, few=True) if alone else Step(32)]
+    for schedule in wanted:
+        fills = size > schedule.tile // 2 and tiles(schedule.tile) >= info.sm_count
+        fits = schedule.memory(dtype, key_size, by_channel) <= info.max_smem
+        if fits and (fills or schedule is wanted[-1]):
+            return schedule
     return None
 
 

@@ -270,7 +270,6 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
 
         schedules, of_gradients = [*delta_schedules.catalogue()], [*delta_schedules.catalogue_of_gradients()]
         forward, gradients = schedules[number % len(schedules)], of_gradients[number % len(of_gradients)]
-        steps = [*delta_schedules.catalogue_of_steps()]
         choose, choose_of_gradients = delta_schedules.choose, delta_schedules.choose_of_gradients
         of_linear = [*delta_schedules.catalogue_of_linear()]
         linear, choose_linear = of_linear[number // 3 % len(of_linear)], delta_schedules.choose_linear
@@ -295,10 +294,14 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
             fits = needs <= devices.device_info(device).max_smem
             return linear if fits else choose_linear(key_size, *rest)
 
+        def chosen_step(*of: Any) -> delta_schedules.Step:
+            steps = delta_schedules.catalogue_of_steps(of[4])
+            return steps[number % len(steps)]
+
         with (
             mock.patch.object(delta, "choose", chosen),
             mock.patch.object(linear_attention, "choose_linear", chosen_linear),
-            mock.patch.object(delta, "choose_step", return_value=steps[number % len(steps)]),
+            mock.patch.object(delta, "choose_step", chosen_step),
             mock.patch.object(delta, "choose_of_gradients", chosen_of_gradients),
         ):
             return run(*operands)

@@ -117,10 +117,17 @@ def test_forward_without_the_delta_rule(form: tuple[object, ...], schedule: sche
     assert_same_forward(form, schedule)
 
 
+STEPS = schedules.catalogue_of_steps(False)
+OF_CHANNELS = schedules.catalogue_of_steps(True)
+
+
 @pytest.mark.parametrize(
-    ("form", "tile"), [*zip(STEP_FORMS, (128, 64, 32, 32, 64) * 2, strict=True)], ids=str
+    ("form", "schedule"),
+    [*zip(STEP_FORMS, (*STEPS, *STEPS[:3], *OF_CHANNELS), strict=True)]
+    + [(STEP_FORMS[n], STEPS[3]) for n in (1, 4, 6)],
+    ids=str,
 )
-def test_steps(form: tuple[object, ...], tile: int) -> None:
+def test_steps(form: tuple[object, ...], schedule: schedules.Step) -> None:
     """One token after so many rows of a chunk, up to a full one, then another."""
     x, state = step(form)
     results = []
@@ -128,26 +135,32 @@ def test_steps(form: tuple[object, ...], tile: int) -> None:
         own = RecurrentState(state.layout, state.data.clone())
         for _ in range(2):
             out = empty_results(x)
-            run(x, own.data, out, None, *([schedules.Step(tile)] if run is kernels.forward else []))
+            run(x, own.data, out, None, *([schedule] if run is kernels.forward else []))
         results.append((out, own))
     assert_same_step(results[1], results[0])
 
 
-@pytest.mark.parametrize(("form", "tile"), [*zip(OF_STEPS, (32, 64, 128), strict=True)], ids=str)
-def test_steps_of_mamba_2(form: tuple[Any, ...], tile: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "schedule"), [*zip(OF_STEPS, STEPS[1:], strict=True), (OF_STEPS[0], STEPS[3])], ids=str
+)
+def test_steps_of_mamba_2(form: tuple[Any, ...], schedule: schedules.Step) -> None:
     """One launch has what two have: the step's weight, decay and D, too."""
     x, state = of_steps(form)
     results = []
     for run in (reference.forward, kernels.forward):
         own = RecurrentState(state.layout, state.data.clone())
         out = empty_results(x)
-        run(x, own.data, out, None, *([schedules.Step(tile)] if run is kernels.forward else []))
+        run(x, own.data, out, None, *([schedule] if run is kernels.forward else []))
         results.append((out, own))
     assert_same_step(results[1], results[0])
 
 
-@pytest.mark.parametrize("form", [STEP_FORMS[4], STEP_FORMS[8]], ids=str)
-def test_steps_where_all_decays(form: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    ("form", "schedule"),
+    [(STEP_FORMS[4], STEPS[0]), (STEP_FORMS[4], STEPS[3]), (STEP_FORMS[8], OF_CHANNELS[0])],
+    ids=str,
+)
+def test_steps_where_all_decays(form: tuple[object, ...], schedule: schedules.Step) -> None:
     """The decay of a row from one that is behind it is infinite: nothing may be multiplied by it."""
     x, state = step((*form[:2], form[2] or True, *form[3:]))
     x = dataclasses.replace(x, g=x.g * 300)  # type: ignore[operator]
@@ -156,7 +169,7 @@ def test_steps_where_all_decays(form: tuple[object, ...]) -> None:
     for run in (reference.forward, kernels.forward):
         own = RecurrentState(state.layout, state.data.clone())
         out = torch.full_like(x.v, torch.nan).contiguous()
-        run(x, own.data, out, None, *([schedules.Step(32)] if run is kernels.forward else []))
+        run(x, own.data, out, None, *([schedule] if run is kernels.forward else []))
         results.append((out, own))
     assert_same_step(results[1], results[0])
 

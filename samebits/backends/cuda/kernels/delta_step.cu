@@ -1,8 +1,8 @@
 // One token for each sequence, by delta rules and linear attention: docs/contract.md, "Recurrent layers". The same as
 // delta.cu, for whole rows of 16-bit types under TENSOR_CORE.
 //
-// A block takes TILE columns of one head's values in one sequence, and each of its four warps a quarter of them. What
-// bounds it is the matrix, which is read once: straight into registers, AHEAD steps before it is needed.
+// A block takes TILE columns of one head's values in one sequence, and each of its warps as many of them. What bounds it
+// is the matrix, which is read once: straight into registers, AHEAD steps before it is needed.
 //
 //   * The query is row 0 of a step's left operand and the key is row 1, so both are multiplied with what was read.
 //     The other rows are zeros.
@@ -14,8 +14,9 @@
 //     once there, and its products and the scores, chains that need the same left operand, run side by side.
 //
 // With a decay for each channel, the decays of the open chunk's rows are copied, too. The token's query and key are
-// multiplied by theirs first: for the matrix, and for the keys of earlier blocks. Keys of its own block take a warp, a
-// chain for each lane.
+// multiplied by theirs first: for the matrix, and for the keys of earlier blocks. The last eight warps have the scores:
+// six those of eight earlier keys each, and two those of the row's own block, a chain for each pair of lanes. Of twelve
+// warps those have no columns.
 //
 // A state whose chunk is full gets the matrix at the chunk's end first: once in 64 tokens.
 //
@@ -23,7 +24,8 @@
 //   TYPE           BF16 or F16, of q, k and v
 //   KEY_SIZE       of q and k, a multiple of 16
 //   VALUE_SIZE     of v, a multiple of 8
-//   TILE           columns of a block: 32, 64 or 128
+//   TILE           columns of a block: 32, 64 or 128; BY_CHANNEL 64 or 128
+//   WARPS          4; BY_CHANNEL 8 or 12
 //   HARDWARE_EXP2  1: the instruction; 0: the polynomial
 //   DELTA          1: with the delta rule; 0: updates are values
 //   BY_CHANNEL     1: a decay for each channel of a key, with the delta rule
@@ -32,155 +34,7 @@
 //
 // Pairs of q and k lie at multiples of 4 bytes, states and results at multiples of 16.
 
-#define TENSOR_CORE 1
-#define WARPS 4
-
-#include "delta_forward.cuh"
-#include "launch.cuh"
-
-constexpr int COLUMNS = TILE / WARPS, WIDE = COLUMNS / 8;  // of a warp; side by side of a thread
-constexpr int STEPS = KEY_SIZE / 16, AHEAD = STEPS < 16 / WIDE ? STEPS : 16 / WIDE;
-constexpr bool LONG = KEY_SIZE > 128 && (BY_CHANNEL || TILE == 128);
-constexpr int BLOCKS = LONG ? 2 : TILE < 128 ? 4 : 3;  // of a multiprocessor, by their registers and memory
-constexpr int LINE = TILE + PAD, PER = 16 / SIZE;      // in elements
-constexpr bool AT_ONCE = TILE == 32 && !BY_CHANNEL;
-constexpr int KEY_TILES = CHUNK / (8 * WARPS);  // of a warp, of 8 keys
-
-// The token's query and key; and both times decays, from the chunk's start on and from its last block's.
-enum Own { PLAIN, SINCE_START = 2 * BY_CHANNEL, SINCE_BLOCK = 4 * BY_CHANNEL };
-
-struct Memory {
-    Stored keys[CHUNK * KEYS], updates[CHUNK * LINE], own[(BY_CHANNEL ? 6 : 2) * KEYS];
-    Stored scores[CHUNK], values[TILE];
-    float weights[CHUNK];  // of updates of the block's rows, in the update; or WEIGHTED, of the rows
-    float decays[CHUNK * DECAYS], residuals[TILE];
-};
-
-template <class T>
-struct alignas(WIDE * sizeof(T)) Wide {
-    T x[WIDE];
-};
-
-// Rows of a step's right operand that a thread has, from row `in_pair` on: 0, 1, 8 and 9.
-__device__ __forceinline__ constexpr int row_of(int y) { return y % 2 + y / 2 * 8; }
-
-struct Warp {
-    Memory& m;
-    float* matrix;     // of the head, from the warp's first column on
-    const float* own;  // the thread's first element of it
-    int columns, warp, lane, in_row, in_pair;
-
-    // Whether there are the columns of one thread in eight.
-    __device__ __forceinline__ bool has(int place) const {
-        return VALUE_SIZE % TILE == 0 || place * WIDE < columns;
-    }
-
-    // What the thread has of 16 rows of the matrix.
-    __device__ __forceinline__ void read(Wide<float> (&s)[4], int d) const {
-#pragma unroll
-        for (int y = 0; y < 4; ++y)
-            s[y] = has(in_row) ? *reinterpret_cast<const Wide<float>*>(own + (d + row_of(y)) * VALUE_SIZE)
-                               : Wide<float>{};
-    }
-
-    // And of 16 rows of updates.
-    __device__ __forceinline__ void read(Wide<Stored> (&u)[4], int j) const {
-        const Stored* from = m.updates + (j + in_pair) * LINE + warp * COLUMNS + in_row * WIDE;
-#pragma unroll
-        for (int y = 0; y < 4; ++y) u[y] = *reinterpret_cast<const Wide<Stored>*>(from + row_of(y) * LINE);
-    }
-
-    // A step's right operand: 16 rows of updates.
-    __device__ __forceinline__ void read(u32 (&b)[WIDE][2], int j) const {
-        Wide<Stored> u[4];
-        read(u, j);
-#pragma unroll
-        for (int x = 0; x < WIDE; ++x)
-            b[x][0] = u[0].x[x] | u32(u[1].x[x]) << 16, b[x][1] = u[2].x[x] | u32(u[3].x[x]) << 16;
-    }
-
-    // Carries chains on by it. The left operand's rows are `scores`, and with them -weights.
-    __device__ __forceinline__ void add(float (&acc)[WIDE][4], const u32 (&b)[WIDE][2], int j,
-                                        bool with_weights) const {
-        u32 a[4] = {};
-        if (in_row == 0) {
-            const u32* from = reinterpret_cast<const u32*>(m.scores + j + in_pair);
-            a[0] = from[0], a[2] = from[4];
-        } else if (with_weights && in_row == 1) {
-            const float* from = m.weights + j + in_pair;
-            a[0] = E::pack(-from[0], -from[1]), a[2] = E::pack(-from[8], -from[9]);
-        }
-#pragma unroll
-        for (int x = 0; x < WIDE; ++x) mma_m16n8k16<TYPE == BF16>(acc[x], a, b[x]);
-    }
-
-    // The matrix at the end of a full chunk, for the warp's columns. An empty chunk of updates follows.
-    __device__ __forceinline__ void close() const {
-#if BY_CHANNEL
-        const float* last = m.decays + (CHUNK - 1) * DECAYS;
-        const auto kept = [&](int d) { return exp2_of(last[d]); };
-        const auto left = [&](int) { return 1.0f; };  // keys have it
-#else
-        const float last = m.decays[CHUNK - 1], over_chunk = exp2_of(last);
-        const auto kept = [&](int) { return over_chunk; };
-        const auto left = [&](int j) {
-            const float decay = exp2_of(__fsub_rn(last, m.decays[j]));
-#if WEIGHTED
-            return __fmul_rn(decay, m.weights[j]);
-#else
-            return decay;
-#endif
-        };
-#endif
-        u32 b[CHUNK / 16][WIDE][2];
-#pragma unroll
-        for (int k = 0; k < CHUNK / 16; ++k) {
-            Wide<Stored> u[4];
-            float by[4];
-            read(u, k * 16);
-#pragma unroll
-            for (int y = 0; y < 4; ++y) by[y] = left(k * 16 + in_pair + row_of(y));
-#pragma unroll
-            for (int x = 0; x < WIDE; ++x)
-#pragma unroll
-                for (int y = 0; y < 2; ++y)
-                    b[k][x][y] = E::pack(__fmul_rn(E::widen(u[2 * y].x[x]), by[2 * y]),
-                                         __fmul_rn(E::widen(u[2 * y + 1].x[x]), by[2 * y + 1]));
-        }
-        const u32 key_rows = shared_address(m.keys + (lane / 16 * 8 + lane % 8) * KEYS + lane / 8 % 2 * 8);
-#pragma unroll 1
-        for (int d = 0; d < KEY_SIZE; d += 16) {
-            float acc[WIDE][4];
-            Wide<float>* at[4];
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const int place = in_pair + c % 2, row = d + in_row + c / 2 * 8;
-                at[c] = reinterpret_cast<Wide<float>*>(matrix + row * VALUE_SIZE + place * WIDE);
-                const Wide<float> s = has(place) ? *at[c] : Wide<float>{};
-#pragma unroll
-                for (int x = 0; x < WIDE; ++x) acc[x][c] = __fmul_rn(s.x[x], kept(row));
-            }
-#pragma unroll
-            for (int k = 0; k < CHUNK / 16; ++k) {
-                u32 a[4];
-                ldmatrix_x4<true>(a, key_rows + (k * 16 * KEYS + d) * SIZE);
-#pragma unroll
-                for (int x = 0; x < WIDE; ++x) mma_m16n8k16<TYPE == BF16>(acc[x], a, b[k][x]);
-            }
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                Wide<float> s;
-#pragma unroll
-                for (int x = 0; x < WIDE; ++x) s.x[x] = acc[x][c];
-                if (has(in_pair + c % 2)) *at[c] = s;
-            }
-        }
-        __syncwarp();
-        for (int x = lane; x < 16 * COLUMNS; x += 32)
-            m.updates[x / COLUMNS * LINE + warp * COLUMNS + x % COLUMNS] = E::narrow(0.0f);
-        __syncwarp();
-    }
-};
+#include "delta_step.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
@@ -189,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     const i64 token = blockIdx.z;  // the only one of its sequence
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
     const int columns = min(TILE, VALUE_SIZE - first_column);
+    const bool has_columns = WARPS == COLUMN_WARPS || warp < COLUMN_WARPS;
     const Stored* q = p.q + token * p.q_token + head / p.group * p.q_head;
     const Stored* k = p.k + token * p.k_token + head / p.group * p.k_head;
     const Stored* v = p.v + token * p.v_token + head * p.v_head + first_column;
@@ -211,25 +66,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     // Whatever is needed at once is asked for at once, and waited for only after that.
     const float rows = state[0];
     Wide<float> ring[AHEAD][4];
+    if (has_columns)
 #pragma unroll
-    for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
+        for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
     const int before = min(max(int(rows), 0), CHUNK);
 #if BY_CHANNEL
     constexpr int CHANNELS = (KEY_SIZE + THREADS - 1) / THREADS;  // of a thread
-    float sums[CHANNELS], since_block[CHANNELS];  // G of the token, and less that of its block
+    float gammas[CHANNELS];
 #pragma unroll
     for (int n = 0; n < CHANNELS; ++n) {
         const int d = n * THREADS + threadIdx.x;
-        if (d >= KEY_SIZE) continue;
-        const float g = p.g[token * p.g_token + head * p.g_head + d];
-        const int row = before % CHUNK, first = row / 16 * 16;  // of its block
-        sums[n] = __fadd_rn(row ? decays[(row - 1) * KEY_SIZE + d] : 0.0f, __fmul_rn(g, contract::LOG2E));
-        since_block[n] = first ? __fsub_rn(sums[n], decays[(first - 1) * KEY_SIZE + d]) : 0.0f;
-    }
-#pragma unroll
-    for (int n = 0; n < CHUNK * (KEY_SIZE / 4); n += THREADS) {
-        const int x = n + threadIdx.x, j = x / (KEY_SIZE / 4), d = x % (KEY_SIZE / 4) * 4;
-        if (j < before) cp_async_16(shared_address(m.decays + j * DECAYS + d), decays + j * KEY_SIZE + d);
+        if (d < KEY_SIZE)
+            gammas[n] = __fmul_rn(p.g[token * p.g_token + head * p.g_head + d], contract::LOG2E);
     }
 #else
 #ifdef DT
@@ -271,6 +119,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
 #endif
 
     // Keys, and updates of whole blocks: zeros where there are no rows.
+#if BY_CHANNEL
+    __syncwarp();  // the compiler moves nothing behind it that was asked for before
+    copy<KEY_SIZE, DECAYS, KEY_SIZE>(m.decays, decays, before);
+    copy<KEY_SIZE, KEYS, KEY_SIZE>(m.keys, keys, before);
+    copy<TILE, LINE, VALUE_SIZE>(m.updates, updates, before, columns);
+#else
 #pragma unroll
     for (int n = 0; n < CHUNK * (KEY_SIZE / PER); n += THREADS) {
         const int x = n + threadIdx.x, j = x / (KEY_SIZE / PER), d = x % (KEY_SIZE / PER) * PER;
@@ -285,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
             cp_async_16(shared_address(m.updates + j * LINE + e), updates + (given ? j * VALUE_SIZE + e : 0),
                         given ? 16 : 0);
     }
+#endif
     cp_async_commit();
 #pragma unroll
     for (int n = 0; n < OWN; ++n) {
@@ -299,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
 #if WEIGHTED
     if (threadIdx.x < CHUNK) m.weights[threadIdx.x] = row_weight;
 #endif
-    if constexpr (AT_ONCE) cp_async_wait<0>();
+    if constexpr (AT_ONCE || BY_CHANNEL) cp_async_wait<0>();
     __syncthreads();
 
     // Blocks of a sequence share its count of rows, and those of a head its row 0 if that was a full chunk's: the last
@@ -323,13 +178,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
             key = E::narrow(__fmul_rn(E::widen(key), exp2_of(__fsub_rn(last, m.decays[j * DECAYS + d]))));
         }
         __syncthreads();
-        w.close();
+        if (has_columns) w.close();
         __syncthreads();
 #else
         w.close();
 #endif
+        if (has_columns)
 #pragma unroll
-        for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
+            for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
     }
     const int i = before % CHUNK, block = i / 16 * 16;
 #if BY_CHANNEL
@@ -337,13 +193,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     for (int n = 0; n < CHANNELS; ++n) {
         const int d = n * THREADS + threadIdx.x;
         if (d >= KEY_SIZE) continue;
+        // G of the token, and less that of its block.
+        const float sum = __fadd_rn(i ? m.decays[(i - 1) * DECAYS + d] : 0.0f, gammas[n]);
+        const float since_block = block ? __fsub_rn(sum, m.decays[(block - 1) * DECAYS + d]) : 0.0f;
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
             const float y = E::widen(m.own[(PLAIN + x) * KEYS + d]);
-            m.own[(SINCE_START + x) * KEYS + d] = E::narrow(__fmul_rn(y, exp2_of(sums[n])));
-            m.own[(SINCE_BLOCK + x) * KEYS + d] = E::narrow(__fmul_rn(y, exp2_of(since_block[n])));
+            m.own[(SINCE_START + x) * KEYS + d] = E::narrow(__fmul_rn(y, exp2_of(sum)));
+            m.own[(SINCE_BLOCK + x) * KEYS + d] = E::narrow(__fmul_rn(y, exp2_of(since_block)));
         }
-        m.keys[i * KEYS + d] = m.own[(PLAIN + 1) * KEYS + d], m.decays[i * DECAYS + d] = sums[n];
+        m.keys[i * KEYS + d] = m.own[(PLAIN + 1) * KEYS + d], m.decays[i * DECAYS + d] = sum;
     }
     __syncthreads();
 #else
@@ -369,14 +228,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         if (step + AHEAD < STEPS) w.read(s, (step + AHEAD) * 16);
     };
     if constexpr (!AT_ONCE) {
+        if (has_columns)
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            u32 a[4];
-            own(SINCE_START, step * 16, a);
-            multiply(step, a);
+            for (int step = 0; step < STEPS; ++step) {
+                u32 a[4];
+                own(SINCE_START, step * 16, a);
+                multiply(step, a);
+            }
+        if constexpr (!BY_CHANNEL) {
+            cp_async_wait<0>();
+            __syncthreads();
         }
-        cp_async_wait<0>();
-        __syncthreads();
     }
     u32 earlier[CHUNK / 16 - 1][WIDE][2];  // blocks of updates; garbage where there are none
     if constexpr (AT_ONCE)
@@ -385,55 +247,67 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
 
     // Scores, and weights of updates.
 #if BY_CHANNEL
-    if (warp < LAST) {
-        const float* reference = m.decays + (block - 1) * DECAYS;
-        for (int j = warp * 8; j < block; j += LAST * 8) {
-            float c[4] = {};
-#pragma unroll 2
-            for (int d = in_pair; d < KEY_SIZE; d += 16) {
-                u32 a[4], b[2];
-                own(SINCE_BLOCK, d - in_pair, a);
-#pragma unroll
-                for (int x = 0; x < 2; ++x) {
-                    const int at = d + x * 8;
-                    const float2 sum =
-                        *reinterpret_cast<const float2*>(m.decays + (j + in_row) * DECAYS + at);
-                    const float2 from = *reinterpret_cast<const float2*>(reference + at);
-                    const u32 key = *reinterpret_cast<const u32*>(m.keys + (j + in_row) * KEYS + at);
-                    b[x] = E::pack(__fmul_rn(E::widen(u16(key)), exp2_of(__fsub_rn(from.x, sum.x))),
-                                   __fmul_rn(E::widen(u16(key >> 16)), exp2_of(__fsub_rn(from.y, sum.y))));
-                }
-                mma_m16n8k16<TYPE == BF16>(c, a, b);
-            }
-#pragma unroll
-            for (int y = 0; y < 2; ++y) {
-                if (in_row == 0) m.scores[j + in_pair + y] = E::narrow(c[y]);
-                if (in_row == 1) m.weights[j + in_pair + y] = c[y];
-            }
-        }
-    } else {
-        const int j = block + lane % 16, of = lane / 16;  // the query, or the key
-        const Stored *x = m.own + (PLAIN + of) * KEYS, *key = m.keys + j * KEYS;
-        const float *sum = m.decays + i * DECAYS, *before_it = m.decays + j * DECAYS;
+    const int part = warp - (WARPS - 8);
+    if (part >= 6) {
+        // The query's chains, or the key's. Of each eight channels a lane has four products and decays, and the lane 16
+        // further the others.
+        const bool of = part == 6;  // the key
+        const int j = block + lane % 16, half = lane / 16 * 4;
+        const Stored *x = m.own + (PLAIN + of) * KEYS + half, *key = m.keys + j * KEYS + half;
+        const float *sum = m.decays + i * DECAYS + half, *before_it = m.decays + j * DECAYS + half;
         float acc = 0.0f;
-        const auto add = [&](u32 a, u32 b, u32 to, u32 from) {
-            const float by = exp2_of(__fsub_rn(__uint_as_float(to), __uint_as_float(from)));
-            acc = __fmaf_rn(__fmul_rn(E::widen(u16(a)), E::widen(u16(b))), by, acc);
-        };
-        if (j <= i)
 #pragma unroll 4
-            for (int d = 0; d < KEY_SIZE; d += 4) {
-                const uint2 a = *reinterpret_cast<const uint2*>(x + d);
-                const uint2 b = *reinterpret_cast<const uint2*>(key + d);
-                const uint4 to = *reinterpret_cast<const uint4*>(sum + d);
-                const uint4 from = *reinterpret_cast<const uint4*>(before_it + d);
-                add(a.x, b.x, to.x, from.x), add(a.x >> 16, b.x >> 16, to.y, from.y);
-                add(a.y, b.y, to.z, from.z), add(a.y >> 16, b.y >> 16, to.w, from.w);
+        for (int d = 0; d < KEY_SIZE; d += 8) {
+            const uint2 a = *reinterpret_cast<const uint2*>(x + d);
+            const uint2 b = *reinterpret_cast<const uint2*>(key + d);
+            const float4 to = *reinterpret_cast<const float4*>(sum + d);
+            const float4 from = *reinterpret_cast<const float4*>(before_it + d);
+            const float product[4] = {__fmul_rn(E::widen(u16(a.x)), E::widen(u16(b.x))),
+                                      __fmul_rn(E::widen(u16(a.x >> 16)), E::widen(u16(b.x >> 16))),
+                                      __fmul_rn(E::widen(u16(a.y)), E::widen(u16(b.y))),
+                                      __fmul_rn(E::widen(u16(a.y >> 16)), E::widen(u16(b.y >> 16)))};
+            const float by[4] = {exp2_of(__fsub_rn(to.x, from.x)), exp2_of(__fsub_rn(to.y, from.y)),
+                                 exp2_of(__fsub_rn(to.z, from.z)), exp2_of(__fsub_rn(to.w, from.w))};
+            float others[4], by_others[4];
+#pragma unroll
+            for (int y = 0; y < 4; ++y) {
+                others[y] = __shfl_xor_sync(0xFFFFFFFF, product[y], 16);
+                by_others[y] = __shfl_xor_sync(0xFFFFFFFF, by[y], 16);
             }
-        if (of)
-            m.weights[j] = j < i ? acc : 0.0f;
-        else
-            m.scores[j] = E::narrow(acc);
+#pragma unroll
+            for (int y = 0; y < 4; ++y) acc = __fmaf_rn(product[y], by[y], acc);
+#pragma unroll
+            for (int y = 0; y < 4; ++y) acc = __fmaf_rn(others[y], by_others[y], acc);
+        }
+        if (lane < 16) {  // rows behind this one: garbage
+            if (of)
+                m.weights[j] = j < i ? acc : 0.0f;
+            else
+                m.scores[j] = E::narrow(j <= i ? acc : 0.0f);
+        }
+    } else if (const int j = part * 8; part >= 0 && j < block) {
+        const float* reference = m.decays + (block - 1) * DECAYS;
+        float c[4] = {};
+#pragma unroll 4
+        for (int d = in_pair; d < KEY_SIZE; d += 16) {
+            u32 a[4], b[2];
+            own(SINCE_BLOCK, d - in_pair, a);
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                const int at = d + x * 8;
+                const float2 sum = *reinterpret_cast<const float2*>(m.decays + (j + in_row) * DECAYS + at);
+                const float2 from = *reinterpret_cast<const float2*>(reference + at);
+                const u32 key = *reinterpret_cast<const u32*>(m.keys + (j + in_row) * KEYS + at);
+                b[x] = E::pack(__fmul_rn(E::widen(u16(key)), exp2_of(__fsub_rn(from.x, sum.x))),
+                               __fmul_rn(E::widen(u16(key >> 16)), exp2_of(__fsub_rn(from.y, sum.y))));
+            }
+            mma_m16n8k16<TYPE == BF16>(c, a, b);
+        }
+#pragma unroll
+        for (int y = 0; y < 2; ++y) {
+            if (in_row == 0) m.scores[j + in_pair + y] = E::narrow(c[y]);
+            if (in_row == 1) m.weights[j + in_pair + y] = c[y];
+        }
     }
 #else
     // Of all keys, so that chains run side by side: what is read where there are none goes nowhere.
@@ -477,81 +351,83 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
 #endif
     __syncthreads();
 
-    // From what was read of the matrix, by the updates of earlier blocks.
+    if (has_columns) {
+        // From what was read of the matrix, by the updates of earlier blocks.
 #if BY_CHANNEL
-    constexpr float since = 1.0f;  // the query and the key have it
+        constexpr float since = 1.0f;  // the query and the key have it
 #else
-    const float since = exp2_of(decay);
+        const float since = exp2_of(decay);
 #endif
 #pragma unroll
-    for (int x = 0; x < WIDE; ++x)
+        for (int x = 0; x < WIDE; ++x)
 #pragma unroll
-        for (int y = 0; y < 2; ++y) {
-            acc[x][y] = __fmul_rn(acc[x][y], since);
-            if (in_row == 1)
-                acc[x][y] =
-                    __fsub_rn(E::widen(m.values[warp * COLUMNS + (in_pair + y) * WIDE + x]), acc[x][y]);
-        }
+            for (int y = 0; y < 2; ++y) {
+                acc[x][y] = __fmul_rn(acc[x][y], since);
+                if (in_row == 1)
+                    acc[x][y] =
+                        __fsub_rn(E::widen(m.values[warp * COLUMNS + (in_pair + y) * WIDE + x]), acc[x][y]);
+            }
 #pragma unroll
-    for (int n = 0; n < CHUNK / 16 - 1; ++n)
-        if (n * 16 < block) {
-            if constexpr (!AT_ONCE) w.read(earlier[n], n * 16);
-            w.add(acc, earlier[n], n * 16, DELTA);
-        }
+        for (int n = 0; n < CHUNK / 16 - 1; ++n)
+            if (n * 16 < block) {
+                if constexpr (!AT_ONCE) w.read(earlier[n], n * 16);
+                w.add(acc, earlier[n], n * 16, DELTA);
+            }
 
-    // A thread for each column has its own block's, and the update.
-    if constexpr (DELTA) {
-        if (in_row == 1) {
+        // A thread for each column has its own block's, and the update.
+        if constexpr (DELTA) {
+            if (in_row == 1) {
 #pragma unroll
-            for (int x = 0; x < WIDE; ++x)
+                for (int x = 0; x < WIDE; ++x)
 #pragma unroll
-                for (int y = 0; y < 2; ++y)
-                    m.residuals[warp * COLUMNS + (in_pair + y) * WIDE + x] = acc[x][y];
+                    for (int y = 0; y < 2; ++y)
+                        m.residuals[warp * COLUMNS + (in_pair + y) * WIDE + x] = acc[x][y];
+            }
+            __syncwarp();
+        }
+        if (lane < COLUMNS) {
+            const int e = warp * COLUMNS + lane;
+            Stored update = m.values[e];
+            if constexpr (DELTA) {
+                float z = m.residuals[e];
+#pragma unroll
+                for (int j = 0; j < 15; ++j)  // from i on there are zeros
+                    z = __fmaf_rn(-m.weights[block + j], E::widen(m.updates[(block + j) * LINE + e]), z);
+                update = E::narrow(__fmul_rn(beta, z));
+            }
+            m.updates[i * LINE + e] = update;
+            if (e < columns) updates[i * VALUE_SIZE + e] = update;
         }
         __syncwarp();
-    }
-    if (lane < COLUMNS) {
-        const int e = warp * COLUMNS + lane;
-        Stored update = m.values[e];
-        if constexpr (DELTA) {
-            float z = m.residuals[e];
-#pragma unroll
-            for (int j = 0; j < 15; ++j)  // from i on there are zeros
-                z = __fmaf_rn(-m.weights[block + j], E::widen(m.updates[(block + j) * LINE + e]), z);
-            update = E::narrow(__fmul_rn(beta, z));
-        }
-        m.updates[i * LINE + e] = update;
-        if (e < columns) updates[i * VALUE_SIZE + e] = update;
-    }
-    __syncwarp();
-    u32 of_block[WIDE][2];
-    w.read(of_block, block);
-    w.add(acc, of_block, block, false);
+        u32 of_block[WIDE][2];
+        w.read(of_block, block);
+        w.add(acc, of_block, block, false);
 
-    if (in_row == 0 && w.has(in_pair)) {
-        const int e = warp * COLUMNS + in_pair * WIDE;
-        const i64 at = (token * p.heads + head) * VALUE_SIZE + first_column + e;
-        float y[2 * WIDE];
+        if (in_row == 0 && w.has(in_pair)) {
+            const int e = warp * COLUMNS + in_pair * WIDE;
+            const i64 at = (token * p.heads + head) * VALUE_SIZE + first_column + e;
+            float y[2 * WIDE];
 #pragma unroll
-        for (int n = 0; n < 2 * WIDE; ++n) {
-            y[n] = __fmul_rn(__fadd_rn(acc[n % WIDE][n / WIDE], 0.0f), p.scale);
+            for (int n = 0; n < 2 * WIDE; ++n) {
+                y[n] = __fmul_rn(__fadd_rn(acc[n % WIDE][n / WIDE], 0.0f), p.scale);
 #if WEIGHTED
-            if (skips) y[n] = with_skip(y[n], AT_ONCE ? skip[n] : skip_of(e + n), m.values[e + n]);
+                if (skips) y[n] = with_skip(y[n], AT_ONCE ? skip[n] : skip_of(e + n), m.values[e + n]);
 #endif
-            y[n] = contract::canonical(y[n]);
-        }
+                y[n] = contract::canonical(y[n]);
+            }
 #if WEIGHTED
-        if (p.wide) {
-            Wide<float>* out = reinterpret_cast<Wide<float>*>(reinterpret_cast<float*>(p.out) + at);
+            if (p.wide) {
+                Wide<float>* out = reinterpret_cast<Wide<float>*>(reinterpret_cast<float*>(p.out) + at);
 #pragma unroll
-            for (int n = 0; n < 2 * WIDE; ++n) out[n / WIDE].x[n % WIDE] = y[n];
-        } else
+                for (int n = 0; n < 2 * WIDE; ++n) out[n / WIDE].x[n % WIDE] = y[n];
+            } else
 #endif
-        {
-            Wide<u32> results;
+            {
+                Wide<u32> results;
 #pragma unroll
-            for (int n = 0; n < WIDE; ++n) results.x[n] = E::pack(y[2 * n], y[2 * n + 1]);
-            *reinterpret_cast<Wide<u32>*>(p.out + at) = results;
+                for (int n = 0; n < WIDE; ++n) results.x[n] = E::pack(y[2 * n], y[2 * n + 1]);
+                *reinterpret_cast<Wide<u32>*>(p.out + at) = results;
+            }
         }
     }
 

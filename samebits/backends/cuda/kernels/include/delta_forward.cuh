@@ -1,4 +1,4 @@
-// Parameters of the kernels of the forward: delta.cu, and delta_step.cu for one token of each sequence.
+// Parameters of the kernels of the forward: delta.cu, and delta_step*.cu for one token of each sequence.
 #pragma once
 
 #include "delta.cuh"
