@@ -231,7 +231,7 @@ def _run(
     few = tokens <= FEW * sequences
     linear = tensor_core and not delta and not (few and records is None)
     if schedule is None and tensor_core and closed is None and _is_step(x, q, k, state, out):
-        schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, device)
+        schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, delta, device)
     if not isinstance(schedule, Step):
         x = x.computed(ssd_steps.ssd_steps)
     if isinstance(schedule, Linear) or (schedule is None and linear):

@@ -154,10 +154,11 @@ def catalogue_of_steps(by_channel: bool) -> tuple[Step, ...]:
 
 
 def choose_step(
-    dtype: torch.dtype, key_size: int, size: int, blocks: int, by_channel: bool, device: int
+    dtype: torch.dtype, key_size: int, size: int, blocks: int, by_channel: bool, delta: bool, device: int
 ) -> Step | None:
     """The schedule for sequences times heads `blocks`: wide tiles, if all multiprocessors have one.
 
+    Without the delta rule ``delta_step_few.cu`` is not known to take less time.
     None: this GPU has too little shared memory for all.
     """
     info = devices.device_info(device)
@@ -169,7 +170,7 @@ def choose_step(
     if by_channel:
         wanted = [Step(128, 8), Step(64, 12 if alone else 8)]
     else:
-        wanted = [Step(128), Step(64), Step(32, 8, few=True) if alone else Step(32)]
+        wanted = [Step(128), Step(64), Step(32, 8, few=True) if alone and delta else Step(32)]
     for schedule in wanted:
         fills = size > schedule.tile // 2 and tiles(schedule.tile) >= info.sm_count
         fits = schedule.memory(dtype, key_size, by_channel) <= info.max_smem

@@ -99,6 +99,34 @@ def test_steps_compile_without_spills(schedule: schedules.Step, key_size: int, b
     assert found.local_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("blocks", "size", "by_channel", "delta_rule", "wanted"),
+    [
+        (32, 128, False, True, schedules.Step(32, 8, few=True)),  # a multiprocessor for each block
+        (33, 128, False, True, schedules.Step(32, 8, few=True)),
+        (34, 128, False, True, schedules.Step(32)),
+        (32, 128, False, False, schedules.Step(32)),
+        (128, 128, False, True, schedules.Step(64)),
+        (132, 128, False, True, schedules.Step(128)),
+        (132, 64, False, True, schedules.Step(64)),
+        (64, 128, True, True, schedules.Step(64, 12)),
+        (128, 128, True, True, schedules.Step(64, 8)),
+        (256, 128, True, True, schedules.Step(128, 8)),
+    ],
+)
+def test_which_schedule_a_step_takes(
+    blocks: int,
+    size: int,
+    by_channel: bool,
+    delta_rule: bool,
+    wanted: schedules.Step,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(sm_count=132, max_smem=227 << 10)
+    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+    assert schedules.choose_step(torch.bfloat16, 128, size, blocks, by_channel, delta_rule, 0) == wanted
+
+
 OF_LINEAR = list(
     dict.fromkeys(part for linear in schedules.catalogue_of_linear() for part in (linear.states, linear.rows))
 )
