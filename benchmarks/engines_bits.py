@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.engines import answer, ask, save_adapter
-from benchmarks.record import environment, save
+from benchmarks.record import environment, merged, results, write
 
 VOCABULARY = 32768
 LONGEST = 8000
@@ -401,6 +401,7 @@ def run(
     """
     parser.add_argument("--tokens", type=int, default=350_000 if beside else 34_000, help="of each model")
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--merge", action="store_true", help="keep the other models of the results")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -416,7 +417,8 @@ def run(
         for job in as_completed([pool.submit(compare, kind, options, name) for kind in kinds]):
             data["cases"].append(job.result())
             print(data["cases"][-1], flush=True)
-            save(options.out, file, data)
+            path = results(options.out, file)
+            write(path, merged(path, data, "model") if options.merge else data)
     Console(width=130).print(show(data))
     if any(case["differing"] for case in data["cases"]):
         raise SystemExit("bits differ")

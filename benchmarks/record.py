@@ -128,6 +128,28 @@ def results(out: Path | None, name: str) -> Path:
     return out or RESULTS / slug(torch.cuda.get_device_name()) / name
 
 
+def merged(path: Path, data: dict[str, Any], key: str) -> dict[str, Any]:
+    """`data` with the other cases of results that are there, told apart by `key`.
+
+    Those of another commit name it.
+
+    Raises:
+        ValueError: those were measured on another machine, or of other models.
+    """
+    if not path.exists():
+        return data
+    before = json.loads(path.read_text())
+    free = {"commit", "date", "load_before", "threads", "cores"}
+    for name in (*data["environment"].keys() - free, *data.keys() - {"environment", "cases"}):
+        old, new = (of["environment"].get(name, of.get(name)) for of in (before, data))
+        if old != new:
+            raise ValueError(f"--merge: expected {name} {old} of {path}, got {new}")
+    was, now = (of["environment"]["commit"] for of in (before, data))
+    kept = (case if was == now else {key: case[key], "commit": was} | case for case in before["cases"])
+    cases = {case[key]: case for case in (*kept, *data["cases"])}
+    return data | {"cases": [*cases.values()]}
+
+
 def save(out: Path | None, name: str, data: dict[str, Any]) -> None:
     write(results(out, name), data)
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import gc
-import json
 import operator
 import os
 import statistics
@@ -46,7 +45,7 @@ from rich.table import Table
 import samebits
 import samebits.transformers
 from benchmarks.models import BATCHES, BILLION
-from benchmarks.record import arguments, environment, results, write
+from benchmarks.record import arguments, environment, merged, results, write
 from benchmarks.turns import processes
 from samebits.ops.linear_logp import linear_logp
 
@@ -518,33 +517,13 @@ def show(data: dict[str, Any]) -> Table:
     return table
 
 
-def merged(path: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """`data` with the other cases of results that are there. Those of another commit name it.
-
-    Raises:
-        ValueError: those were measured on another machine, or of other models.
-    """
-    if not path.exists():
-        return data
-    before = json.loads(path.read_text())
-    free = {"commit", "date", "load_before", "threads", "cores"}
-    for key in (*data["environment"].keys() - free, *data.keys() - {"environment", "cases"}):
-        old, new = (of["environment"].get(key, of.get(key)) for of in (before, data))
-        if old != new:
-            raise ValueError(f"benchmarks steps: --merge: expected {key} {old} of {path}, got {new}")
-    was, now = (of["environment"]["commit"] for of in (before, data))
-    kept = (case if was == now else {"work": case["work"], "commit": was} | case for case in before["cases"])
-    cases = {case["work"]: case for case in (*kept, *data["cases"])}
-    return data | {"cases": [*cases.values()]}
-
-
 def save(path: Path, data: dict[str, Any], merge: bool) -> None:
     """Write results. Runs that merge into one file do so one after the other."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        write(path, merged(path, data) if merge else data)
+        write(path, merged(path, data, "work") if merge else data)
     finally:
         os.close(folder)
 

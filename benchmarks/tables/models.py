@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks import engines, peers, price, ranks, record, steps
 from benchmarks.host import ratios
 from benchmarks.record import load, measured, slug
-from benchmarks.tables.text import made_with, measured_at, measured_on_gpu, table
+from benchmarks.tables.text import made_with, measured_at, measured_on_gpu, table, with_commit
 
 
 def overview() -> str:
@@ -285,7 +285,7 @@ def gpu_engine_bits(data: dict[str, Any]) -> str:
     """Log-probs of an engine's tokens beside those of `transformers`."""
     head = ["model", "sampled tokens", "other bits", "preempted", "tokens from the prefix cache"]
     keys = ("tokens", "differing", "preemptions", "tokens_from_prefixes")
-    rows = ([c["model"], *(f"{c[key]:,}" for key in keys)] for c in data["cases"])
+    rows = ([with_commit(c["model"], c), *(f"{c[key]:,}" for key in keys)] for c in data["cases"])
     shortest, longest = (f(c[k] for c in data["cases"]) for f, k in ((min, "shortest"), (max, "longest")))
     small = ", a cache too small for all rows" if any(c["preemptions"] for c in data["cases"]) else ""
     return "\n\n".join(

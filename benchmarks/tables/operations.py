@@ -8,7 +8,7 @@ from benchmarks import hybrids
 from benchmarks.logp import PRODUCT
 from benchmarks.record import slug
 from benchmarks.rows import TOKENS, means
-from benchmarks.tables.text import measured_on_gpu, table
+from benchmarks.tables.text import measured_on_gpu, table, with_commit
 from samebits.tools.bench.attention_report import attention_summary, bandwidth, speed, where
 
 
@@ -148,7 +148,7 @@ def gpu_recurrent(data: dict[str, Any]) -> str:
         ratio = f"{ours / min(us.values()):.2f}" if us and ours is not None else ""
         sequences = f"{case['batch']:,} × {case['tokens']:,}"
         said = "refused" if ours is None else f"{ours:,.1f}"
-        layer = f"`{case['layer']}`" + (f" at `{case['commit'][:10]}`" if "commit" in case else "")
+        layer = with_commit(f"`{case['layer']}`", case)
         rows.append([layer, works[case["what"]], sequences, said, theirs, ratio])
     head = ["layer", "work", "sequences × tokens", "samebits, µs", "others, µs", "of the other's time"]
     return "\n\n".join((table(head, rows), measured_on_gpu(data)))
@@ -156,13 +156,19 @@ def gpu_recurrent(data: dict[str, Any]) -> str:
 
 def gpu_hybrids(data: dict[str, Any]) -> str:
     """Steps of models with recurrent layers beside transformers, and rollouts beside trainers."""
+    forms = [form for form in hybrids.FORMS if any(form in case for case in data["cases"])]
+    beside = "others" if "others" in forms else "torch"
     rows = []
     for case in data["cases"]:
-        ours, theirs = hybrids.best(case), case.get("others")
-        times = [f"{case[form]['ms']:.4g}" if form in case else "refused" for form in hybrids.FORMS]
+        ours, theirs = hybrids.best(case), case.get(beside)
+        times = [f"{case[form]['ms']:.4g}" if form in case else "refused" for form in forms]
         ratio = f"{ours / theirs['ms']:.2f}" if ours and theirs else ""
         rows.append([case["work"], *times, ratio])
-    head = ["step", *(f"{hybrids.SAID[form]}, ms" for form in hybrids.FORMS), "of the others' time"]
+    head = [
+        "step",
+        *(f"{hybrids.SAID[form]}, ms" for form in forms),
+        f"of the time of {hybrids.SAID[beside]}",
+    ]
     of = [
         [
             *(case["model"], hybrids.SAID[case["form"]], case["rows"]),
@@ -172,5 +178,5 @@ def gpu_hybrids(data: dict[str, Any]) -> str:
         for case in data["kl"]
     ]
     what = ["model", "in", "trainer's rows", "log-probs that differ", "largest difference", "KL"]
-    said = f"Short convolutions of the others: {data['convolutions']}."
-    return "\n\n".join((table(head, rows), table(what, of), said, measured_on_gpu(data)))
+    said = [f"Short convolutions of the others: {data['convolutions']}."] if beside == "others" else []
+    return "\n\n".join((table(head, rows), table(what, of), *said, measured_on_gpu(data)))

@@ -14,6 +14,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def with_commit(name: str, case: dict[str, Any]) -> str:
+    """With the commit of a case that is of another run than the other results."""
+    return name + (f" at `{case['commit'][:10]}`" if "commit" in case else "")
+
+
 def made_with(data: dict[str, Any]) -> str:
     e = data["environment"]
     versions = ", ".join(f"{name} {v}" for name, v in e["versions"].items())

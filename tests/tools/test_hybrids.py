@@ -103,7 +103,13 @@ def test_tables() -> None:
     kl = [{"model": "Bamba", "form": "fused", "rows": "packed"} | found]
     data = {"environment": environment("c0ffee") | {"gpu": "A GPU"}, "cases": [case], "kl": kl}
     assert [t.row_count for t in hybrids.show(data)] == [1, 1]
-    said = gpu_hybrids(data | {"convolutions": hybrids.convolutions()})
+    data |= {"convolutions": hybrids.convolutions()}
+    said = gpu_hybrids(data | {"cases": [case, {"work": "other", "context": times["torch"]}]})
     assert "| train | 9 | 4 | refused | 2 | 0.50 |" in said
     assert "| Bamba | samebits, fused | packed | 0 of 8 | 0 | 0 |" in said
     assert find_spec("causal_conv1d") or "causal-conv1d is not installed" in said
+    del case["others"]
+    said = gpu_hybrids(data)
+    assert "| step | PyTorch's forms, ms | samebits, fused, ms | of the time of PyTorch's forms |" in said
+    assert "| train | 9 | 2 | 0.22 |" in said
+    assert "convolutions" not in said

@@ -483,8 +483,9 @@ def test_follows_the_operands_device(kernel: Kernel) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     batch = (3,) if kernel.name == "tiny" else ()
-    a = values("normal", (*batch, 33, 40), dtypes(kernel)[0], 1)
-    b = values("normal", (*batch, 40, 24), dtypes(kernel)[0], 2)
+    k = 41 if kernel.name == "padded_sm90" else 40
+    a = values("normal", (*batch, 33, k), dtypes(kernel)[0], 1)
+    b = values("normal", (*batch, k, 24), dtypes(kernel)[0], 2)
     outs = []
     for device in ("cuda:0", "cuda:1", "cuda:0"):
         x = Operands(a.to(device), b.to(device), torch.empty(*batch, 33, 24, device=device))
