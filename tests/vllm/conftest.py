@@ -48,11 +48,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def _overrides_once() -> None:
     """vLLM registers its overrides of Triton's kernels for each engine, and can do so once in a process.
 
-    Here it does so before anything has computed: it stops at a library that numba has loaded.
+    Here it does so before any test has computed: it stops at a library that numba has loaded.
     """
     from vllm.platforms import current_platform
 
@@ -61,7 +61,7 @@ def _overrides_once() -> None:
 
 
 @pytest.fixture
-def engine(folders: Callable[[str], Path], _overrides_once: None) -> Iterator[Engine]:
+def engine(folders: Callable[[str], Path]) -> Iterator[Engine]:
     """Makes one engine, of a model's name or folder, and arguments of ``LLM``. It ends with the test."""
     import torch
     from vllm import LLM
