@@ -82,15 +82,15 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         yield f"runner={model.runner_type!r}", "only the log-probs of generated text are covered", _LATER
     if model.is_multimodal_model:
         yield "a multimodal model", "images, audio and their encoders are not covered", _LATER
-    if getattr(model.hf_text_config, "kv_lora_rank", None) and not (
-        model.use_mla or current_platform.is_cpu()
-    ):
+    expanded = current_platform.is_cpu()  # whether that form is covered
+    if getattr(model.hf_text_config, "kv_lora_rank", None) and not (model.use_mla or expanded):
         hint = "set VLLM_MLA_DISABLE=0, and call samebits.latent.absorb(model) in the trainer"
         yield "MLA in its expanded form", "it has not been proven on a GPU", hint
+    otherwise = "set VLLM_MLA_DISABLE=1" if expanded else _LATER
     if model.use_mla and config.quant_config is not None:
-        yield "MLA with quantized weights", "kv_b_proj is applied in 16 bits", "set VLLM_MLA_DISABLE=1"
+        yield "MLA with quantized weights", "kv_b_proj is applied in 16 bits", otherwise
     if model.use_mla and config.lora_config is not None:
-        yield "MLA with enable_lora", "adapters of kv_b_proj are not applied", "set VLLM_MLA_DISABLE=1"
+        yield "MLA with enable_lora", "adapters of kv_b_proj are not applied", otherwise
     yield from _found_of_states(config)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and draft.is_hybrid:

@@ -31,6 +31,8 @@ _FUNCTION = "samebits_mla"
 """The attention function of ``transformers``' layers, before 0.27."""
 _PAGE = 64
 """Keys of a page on a GPU, unless the user says otherwise."""
+_OTHERWISE = "set VLLM_MLA_DISABLE=1" if _ON_CPU else "run it without samebits; it is not covered yet"
+"""What to do where this form is refused."""
 
 
 def install(hooks: Hooks) -> None:
@@ -39,6 +41,8 @@ def install(hooks: Hooks) -> None:
     names = ("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output")
     hooks.replace(layer, "forward_impl", _attend, *names)
     hooks.replace(layer, "process_weights_after_loading", _nothing, "self", "act_dtype")
+    ALL_ATTENTION_FUNCTIONS[_FUNCTION] = _hand_on
+    hooks.on_undo(functools.partial(ALL_ATTENTION_FUNCTIONS.__delitem__, _FUNCTION))
     if _ON_CPU:
         for name in ("CPU_MLA", "AMX_MLA"):
             backend = AttentionBackendEnum[name]
@@ -89,7 +93,7 @@ def instances(backend: Any) -> dict[int, Any]:
         kind = type(layer)
         if kind.__module__ not in PROVEN or not hasattr(layer, "expand_kv"):
             reason = "its latent attention is on no list of what was proven"
-            raise RefusedError(f"the layer {name} of class {kind.__name__}", reason, "set VLLM_MLA_DISABLE=1")
+            raise RefusedError(f"the layer {name} of class {kind.__name__}", reason, _OTHERWISE)
         layer.__class__ = _unexpanded(kind)  # type: ignore[arg-type]
         layer.config._attn_implementation = _FUNCTION
         found[layer.layer_idx] = mla_attention.MLAAttention(
@@ -107,8 +111,7 @@ def instances(backend: Any) -> dict[int, Any]:
         )
     if len(found) != backend.text_config.num_hidden_layers:
         reason = f"{len(found)} of {backend.text_config.num_hidden_layers} layers have latent attention"
-        raise RefusedError("MLA", reason, "set VLLM_MLA_DISABLE=1")
-    ALL_ATTENTION_FUNCTIONS.register(_FUNCTION, _hand_on)
+        raise RefusedError("MLA", reason, _OTHERWISE)
     return found
 
 

@@ -27,6 +27,36 @@ def test_the_expanded_form_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert (what, reason) == ("MLA in its expanded form", "it has not been proven on a GPU")
 
 
+@pytest.mark.parametrize("option", ["quant_config", "lora_config"])
+def test_no_refusal_on_a_gpu_sends_to_the_expanded_form(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    from samebits.vllm import covered
+
+    text = SimpleNamespace(kv_lora_rank=512)
+    model = SimpleNamespace(
+        **{"runner_type": "generate", "is_multimodal_model": False, "use_mla": True, "hf_text_config": text}
+    )
+    options = {"quant_config": None, "lora_config": None} | {option: object()}
+    config = SimpleNamespace(model_config=model, speculative_config=None, **options)
+    for on_cpu in (True, False):
+        monkeypatch.setattr(covered, "current_platform", SimpleNamespace(is_cpu=lambda is_it=on_cpu: is_it))
+        what, _, remedy = next(covered._found(config))
+        assert what.startswith("MLA with")
+        assert ("VLLM_MLA_DISABLE" in remedy) == on_cpu
+
+
+def test_an_undo_leaves_no_attention_function() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    import samebits.vllm
+
+    before = {*ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    samebits.vllm.enable()
+    during = {*ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    samebits.vllm.disable()
+    assert during - before == {"samebits_mla"}
+    assert {*ALL_ATTENTION_FUNCTIONS.valid_keys()} == before
+
+
 class Layer(nn.Module):
     """vLLM's layer, for one prompt."""
 
@@ -52,6 +82,7 @@ def test_layers_before_0_27_hand_latent_vectors_on(monkeypatch: pytest.MonkeyPat
     from samebits.vllm import mla
 
     monkeypatch.setattr(mla_attention, "MLAAttention", Layer)
+    monkeypatch.setitem(mla.ALL_ATTENTION_FUNCTIONS, mla._FUNCTION, mla._hand_on)  # as its install does
     samebits.transformers.register()
     model, trainer = models.build("deepseek_v3"), models.build("deepseek_v3")
     trainer.set_attn_implementation("samebits")
