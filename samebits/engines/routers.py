@@ -8,6 +8,7 @@ that is none of them runs its own code.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ def fuse_router(router: nn.Module) -> None:
     """
     form = _form_of(router)
     if form is not None:
-        router.forward = lambda hidden_states: form.run(router, hidden_states)
+        router.forward = functools.partial(form.run, router)  # whose copies are copies' own
 
 
 _known: dict[Any, _Form | None] = {}

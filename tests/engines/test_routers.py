@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -64,6 +65,15 @@ def test_a_router_has_its_bits_in_two_launches(name: str, dtype: torch.dtype) ->
     assert torch.equal(got[2], want[2])
     assert form is not None
     assert form.options.get("score", "softmax") == SCORES.get(name, "softmax")
+
+
+@torch.no_grad()
+def test_a_copy_of_a_fused_router_has_its_own_weight() -> None:
+    router, x = router_of("qwen3_moe", torch.bfloat16), values("normal", (5, 40), torch.bfloat16, 3)
+    routers.fuse_router(router)
+    other = copy.deepcopy(router)
+    other.weight.mul_(-1)
+    assert torch.equal(other(x)[0], -router(x)[0])
 
 
 @torch.no_grad()

@@ -160,7 +160,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     """PyTorch's CPU tensors are on this GPU, for this library alone."""
     gpu = FakeGpu()
     caches: tuple[Any, ...] = (backends.on_gpu, matmul.family, runtime._allow_replays)
-    caches = (*caches, tensor_maps.tensor_map, maps_sm90.tile_maps)
+    caches = (*caches, tensor_maps.tensor_map, maps_sm90.mask_maps, maps_sm90.tile_maps)
     tensor: Any = torch.Tensor
     patches: list[Any] = [
         mock.patch.object(tensor, "is_cuda", property(lambda t: True)),

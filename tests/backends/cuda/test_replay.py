@@ -26,6 +26,7 @@ from samebits.ops import (
     add_rms_norm,
     cross_entropy,
     embedding,
+    experts,
     gated,
     linear_logp,
     logp,
@@ -35,6 +36,7 @@ from samebits.ops import (
     rotary,
     rsqrt,
     softmax,
+    topk_routing,
     variance,
 )
 from samebits.ops._autograd import thread as this_thread
@@ -68,16 +70,24 @@ def f(*shape: int) -> Tensor:
     return t(*shape, dtype=F32)
 
 
-def _attend(*shape: int, dtype: torch.dtype = BF16, backward: bool = False, packed: bool = False) -> Any:
+def _attend(
+    *shape: int, dtype: torch.dtype = BF16, backward: bool = False, packed: bool = False, mask: Any = None
+) -> Any:
     B, T, H, G, D = shape
     q, k, v = t(B, T, H * G, D, dtype=dtype), t(B, T, H, D, dtype=dtype), t(B, T, H, D, dtype=dtype)
     if packed:  # q, k and v lie side by side
         q, k, v = t(B, T, 3 * H, D, dtype=dtype).split(H, 2)
-    rest = (*(None,) * 7, -1, 0, "last", 0.125, 0.0, KEY if dtype != F32 else FMA)
+    right = 0 if mask is None else -1
+    rest = (mask, *(None,) * 6, -1, right, "last", 0.125, 0.0, KEY if dtype != F32 else FMA)
     if not backward:
         return q, k, v, *rest
     out, lse = t(B, T, q.shape[2], D, dtype=dtype), t(B, q.shape[2], T, dtype=F32)
     return out.clone(), out, lse, False, q, k, v, *rest
+
+
+def _absorbed() -> Any:
+    q, k = t(2, 4, 16, 576), t(2, 640, 1, 576)
+    return q, k, k[..., :512], *(None,) * 7, -1, 0, "last", 0.125, 0.0, KEY
 
 
 def ids(*shape: int) -> Tensor:
@@ -243,6 +253,22 @@ CALLS: dict[str, tuple[Operator, Callable[[], tuple[Any, ...]]]] = {
     "attention": (_attention._operator, lambda: _attend(1, 300, 2, 2, 64)),
     "attention, packed": (_attention._operator, lambda: _attend(1, 300, 2, 1, 128, packed=True)),
     "attention, float32": (_attention._operator, lambda: _attend(2, 33, 1, 2, 40, dtype=F32)),
+    "attention, masked": (_attention._operator, lambda: _attend(1, 304, 2, 2, 64, mask=t(1, 1, 304, 304))),
+    "attention, a mask with gaps between rows": (
+        _attention._operator,
+        lambda: _attend(2, 300, 2, 2, 64, mask=t(1, 4, 300, 300, dtype=F32, gap=4)),
+    ),
+    "attention, a mask that is gathered": (
+        _attention._operator,
+        lambda: _attend(1, 301, 2, 2, 64, mask=t(1, 1, 301, 301)),
+    ),
+    "attention, absorbed": (_attention._operator, _absorbed),
+    "topk_routing": (
+        topk_routing._operator,
+        lambda: (f(5, 64), f(64), 4, "sigmoid", 4, 2, True, 1e-20, 2.5, F32),
+    ),
+    "route": (experts._route, lambda: (ids(40), 8, 0)),
+    "combine, weights in float32": (experts._combine, lambda: (t(40, 64), f(10, 4), ids(40), ids(40), 4)),
     "attention backward": (_attention._gradient, lambda: _attend(1, 300, 2, 2, 64, backward=True)),
     "attention backward, float32": (
         _attention._gradient,
