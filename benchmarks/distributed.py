@@ -3,9 +3,9 @@
 torchrun --nproc-per-node N -m benchmarks distributed [--smoke] [--commit COMMIT] [--out FILE]
 
 It writes benchmarks/results/<gpu>/distributed.json: exchanges, row-parallel linear layers, log-probabilities
-with the vocabulary split, whole training steps of a Llama, and how many values of such a step differ from
-one rank's. Times are medians, of the slowest rank. ``--smoke`` runs tiny sizes, also on a CPU, to see that
-it runs.
+with the vocabulary split, whole training steps of two Llamas, eager and in a CUDA graph, and how many values
+of such a step differ from one rank's. Times are medians, of the slowest rank. ``--smoke`` runs tiny sizes,
+also on a CPU, to see that it runs.
 """
 
 from __future__ import annotations
@@ -39,6 +39,16 @@ from samebits.distributed import (
 ROWS = (1, 16, 128, 1024, 8192)
 PRODUCTS = ((8192, 4096), (8192, 8192), (14336, 4096), (28672, 8192))
 CONTRACT = samebits.TENSOR_CORE.segmented(8)
+LARGE = BILLION | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+"""4.5 billion parameters: the layers of Llama 3 8B, fewer of them."""
+LLAMAS = {"1.2 billion": BILLION, "4.5 billion": LARGE}
 SMALL = {
     "vocab_size": 2048,
     "hidden_size": 64,
@@ -69,8 +79,8 @@ def milliseconds(run: Callable[[], object], device: str, repeats: int) -> float:
     return round(float(slowest), 4)
 
 
-def graphed(run: Callable[[], object], device: str) -> Callable[[], object]:
-    """Twenty calls as a CUDA graph, so that the CPU's part does not count."""
+def graphed(run: Callable[[], object], device: str, calls: int = 20) -> Callable[[], object]:
+    """Calls as a CUDA graph, so that the CPU's part does not count."""
     if device != "cuda":
         return run
     side = torch.cuda.Stream()
@@ -80,7 +90,7 @@ def graphed(run: Callable[[], object], device: str) -> Callable[[], object]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(20):
+        for _ in range(calls):
             run()
     return graph.replay
 
@@ -196,9 +206,12 @@ def step(model: Any, ids: Tensor, how: str) -> Tensor:
     return logp.detach()
 
 
-def steps(mesh: DeviceMesh, sizes: dict[str, Any], batches: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+def steps(
+    mesh: DeviceMesh, name: str, sizes: dict[str, Any], batches: tuple[tuple[int, int], ...]
+) -> dict[str, Any]:
     """Times of steps, and how many values of a step differ from those of one rank."""
-    device, cases, kept = mesh.device_type, [], {}
+    device, kept = mesh.device_type, {}
+    cases: list[dict[str, Any]] = []
     for how in ("torch", "samebits", "one"):
         model = llama(sizes, mesh, how)
         for rows, tokens in batches:
@@ -211,7 +224,13 @@ def steps(mesh: DeviceMesh, sizes: dict[str, Any], batches: tuple[tuple[int, int
                 step(model, ids, how)
                 model.zero_grad(set_to_none=True)
 
-            cases.append({"how": how, "rows": rows, "tokens": tokens, "ms": milliseconds(run, device, 7)})
+            cases.append({"model": name, "how": how, "rows": rows, "tokens": tokens})
+            cases[-1]["ms"] = milliseconds(run, device, 7)
+            if how != "torch" and device == "cuda":
+                try:
+                    cases[-1]["graph"] = milliseconds(graphed(run, device, 1), device, 7)
+                except RuntimeError as error:
+                    cases[-1]["refused"] = f"{type(error).__name__}: {error}"[:200]
         if how != "torch":
             logp = step(model, ids, how)
             kept[how] = [logp, *(p.grad for p in model.parameters())]
@@ -247,13 +266,16 @@ def main() -> None:
     )
     batches = ((2, 16),) if small else ((1, 4096), (8, 512))
     blocks = -(-BILLION["vocab_size"] // (128 * ranks))  # of the vocabulary, which is split at whole blocks
-    sizes = SMALL if small else BILLION | {"vocab_size": 128 * ranks * blocks}
-    data["llama"] = steps(mesh, sizes, batches)
-    if dist.get_rank() == 0:
-        console = Console(width=150)
-        console.print_json(data=data)
-        if not small:
+    data["llama"] = {"steps": []}
+    for name, sizes in ({"small": SMALL} if small else LLAMAS).items():
+        whole = sizes if small else sizes | {"vocab_size": 128 * ranks * blocks}
+        found = steps(mesh, name, whole, batches)
+        data["llama"]["steps"] += found.pop("steps")
+        data["llama"] |= {what: count + data["llama"].get(what, 0) for what, count in found.items()}
+        if dist.get_rank() == 0 and not small:
             save(options.out, "distributed.json", data)
+    if dist.get_rank() == 0:
+        Console(width=150).print_json(data=data)
     differing = data["llama"]["values that differ from one rank's"]
     dist.destroy_process_group()
     sys.exit(bool(differing))

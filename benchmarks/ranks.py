@@ -43,12 +43,23 @@ def exchange_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def step_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Milliseconds of a training step: PyTorch split, samebits split, samebits on one GPU."""
-    steps = data["llama"]["steps"]
-    sizes = dict.fromkeys((s["rows"], s["tokens"]) for s in steps)
-    ms = {(s["how"], s["rows"], s["tokens"]): s["ms"] for s in steps}
-    return [
-        (f"{rows} x {tokens:,}", *(f"{ms[how, rows, tokens]:.0f}" for how in ("torch", "samebits", "one")))
-        for rows, tokens in sizes
-    ]
+STEPS = {
+    "torch": "PyTorch, split",
+    "samebits": "samebits, split",
+    "one": "samebits, one GPU",
+    "samebits, graph": "split, in a CUDA graph",
+    "one, graph": "one GPU, in a CUDA graph",
+}
+
+
+def step_table(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Milliseconds of training steps: the head of a table and its rows. Ways that nobody ran are left out."""
+    found: dict[str, dict[str, str]] = {}
+    for s in data["llama"]["steps"]:
+        row = found.setdefault(f"{s.get('model', '1.2 billion')}, {s['rows']} x {s['tokens']:,}", {})
+        row[s["how"]] = f"{s['ms']:.0f}"
+        if "graph" in s:
+            row[f"{s['how']}, graph"] = f"{s['graph']:.0f}"
+    ways = [way for way in STEPS if any(way in row for row in found.values())]
+    head = ["parameters, step; milliseconds", *(STEPS[way] for way in ways)]
+    return head, [[name, *(row.get(way, "") for way in ways)] for name, row in found.items()]

@@ -206,7 +206,7 @@ def gpu_distributed(data: dict[str, Any]) -> str:
     )
     return "\n\n".join(
         (
-            f"On {data['ranks']} GPUs a training step of a Llama of a billion parameters was compared with"
+            f"On {data['ranks']} GPUs training steps of Llamas were compared with"
             f" one GPU's: **{differing:,} of {compared:,} values differ**, log-probabilities and gradients.",
             table(
                 ["row-parallel layer, M", "speed / torch.mm and all_reduce", "worst"],
@@ -216,11 +216,8 @@ def gpu_distributed(data: dict[str, Any]) -> str:
                 ["rows of 8,192, microseconds", "`ordered_all_reduce`", "NCCL bf16", "NCCL float32"],
                 ranks.exchange_rows(data),
             ),
-            table(
-                ["step, milliseconds", "PyTorch, split", "samebits, split", "samebits, one GPU"],
-                ranks.step_rows(data),
-            ),
-            f"{logps} Layers and exchanges in CUDA graphs; steps are eager. Medians, of the slowest rank."
+            table(*ranks.step_table(data)),
+            f"{logps} Layers and exchanges in CUDA graphs. Medians, of the slowest rank."
             " PyTorch's split step gathers and stores the logits, and attends by its default; samebits' uses"
             " `vocab_parallel_linear_logp` and its own attention.",
             measured_on_gpu(data),

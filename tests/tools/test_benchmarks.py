@@ -38,6 +38,7 @@ from benchmarks import (
     peers,
     plot,
     price,
+    ranks,
     rows,
     scaled,
     steps,
@@ -180,6 +181,19 @@ def test_tables_of_row_operations_and_steps() -> None:
     said = gpu_steps(data | {"cases": [step, step | more | {"work": "train"}]})
     assert "| decode | 4.00 |  | 3.00 | 2.00 |  | 0.50 |  | 0.90 |" in said
     assert "| train | 4.00 | 2.50 | 3.00 | 2.00 | 1.00 | 0.25 | 0.40 | 0.75 |" in said
+
+
+def test_steps_of_split_models_have_the_columns_that_ran() -> None:
+    cases = [{"how": how, "rows": 1, "tokens": 4096, "ms": 9.6} for how in ("torch", "samebits", "one")]
+    head, rows = ranks.step_table({"llama": {"steps": cases}})
+    assert head[1:] == ["PyTorch, split", "samebits, split", "samebits, one GPU"]
+    assert rows == [["1.2 billion, 1 x 4,096", "10", "10", "10"]]
+    cases.append(
+        {"model": "4.5 billion", "how": "samebits", "rows": 8, "tokens": 512, "ms": 9.0, "graph": 5.2}
+    )
+    head, rows = ranks.step_table({"llama": {"steps": cases}})
+    assert head[-1] == "split, in a CUDA graph"
+    assert rows[1] == ["4.5 billion, 8 x 512", "", "9", "", "5"]
 
 
 def test_a_row_of_steps_is_merged_into_results(tmp_path: Path) -> None:
