@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ __all__ = ["MOST_EXPERTS", "MOST_GROUPS", "MOST_SLOTS", "Score", "topk_routing"]
 
 Score = Literal["softmax", "sigmoid", "logits"]
 MOST_EXPERTS, MOST_GROUPS, MOST_SLOTS = 1024, 32, 16
+_LARGEST: float = torch.finfo(torch.float32).max
 
 
 def topk_routing(
@@ -100,10 +100,10 @@ def topk_routing(
             f"samebits.topk_routing: bias: expected float32 of shape {(experts,)}, got {bias.dtype} of shape"
             f" {shape(bias)}"
         )
-    if not (math.isfinite(scale) and 0.0 <= eps < math.inf):
+    if not (abs(scale) <= _LARGEST and 0.0 <= eps <= _LARGEST):
         raise ValueError(
-            f"samebits.topk_routing: eps, scale: expected finite numbers, eps not negative, got {eps},"
-            f" {scale}"
+            "samebits.topk_routing: eps, scale: expected finite numbers of float32, eps not negative, got"
+            f" {eps}, {scale}"
         )
     return _operator(  # type: ignore[no-any-return]
         logits, bias, k, score, groups, top_groups, renormalize, float(eps), float(scale), dtype

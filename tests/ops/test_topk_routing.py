@@ -126,6 +126,9 @@ X = torch.zeros(3, 8)
             r"bias: expected float32 of shape \(8,\)",
         ),
         (lambda: samebits.topk_routing(X, 2, eps=-1.0), ValueError, "eps, scale: expected finite"),
+        (lambda: samebits.topk_routing(X, 2, eps=1e39), ValueError, "eps, scale: .* of float32"),
+        (lambda: samebits.topk_routing(X, 2, scale=-1e39), ValueError, "eps, scale: .* of float32"),
+        (lambda: samebits.topk_routing(X, 2, scale=float("nan")), ValueError, "eps, scale: expected finite"),
         (lambda: samebits.topk_routing(X, 2, dtype=torch.float64), TypeError, "dtype: expected bfloat16"),
         (
             lambda: samebits.topk_routing(X, 2, score="logits", scale=2.0),
