@@ -19,7 +19,8 @@ from samebits import TENSOR_CORE
 from samebits.backends import replay
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import attention as on_cuda
-from samebits.backends.cuda.attention import sm90, universal
+from samebits.backends.cuda import runtime
+from samebits.backends.cuda.attention import latent_sm90, sm90, universal
 from samebits.backends.reference import attention as reference
 from samebits.testing import assert_same_bits, values
 from tests.support.cubins import resources
@@ -228,6 +229,23 @@ def test_all_kernels_can_be_loaded_ahead() -> None:
                 assert plan is not None
             assert set(gpu._kernels) == ready
             assert len(ready) == 1 + (7 if sizes == (128, 128) else 9)
+
+
+def test_a_plan_announces_all_kernels_that_it_loads() -> None:
+    """So they are compiled side by side before an engine serves, not one by one as it does."""
+    told: list[Any] = []
+    absorbed = paged((1, 1), (900, 700), heads=(1, 16), sizes=(576, 576))
+    absorbed = replace(absorbed, v=absorbed.k[..., :512])
+    for make, x in (
+        (sm90.make_plan, paged((1,), (5000,))),
+        (sm90.make_plan, paged((300,), (300,))),
+        (latent_sm90.make_plan, absorbed),
+    ):
+        told.clear()
+        with fake_gpu() as gpu, runtime.before_loading(lambda specs, device: told.extend(specs)):
+            made = make(x)
+            assert {*told} == {*gpu._kernels}
+            assert len(told) == (3 if x is absorbed else 1 if made.merge is None else 2)
 
 
 @needs_compiler

@@ -196,7 +196,10 @@ def make_plan(x: Attention, schedule: LatentSchedule | None = None) -> LatentPla
     layouts = layout(x.q), layout(x.k)
     tiles, heads, height, members = _tiles(x)
     lines = _box(x) if x.block_table is not None else _STAGE
-    for other in specs(x):  # so that a call with another schedule loads nothing in the capture of a graph
+    # All of them, so that a call with another schedule loads nothing in the capture of a graph.
+    every = *specs(x), universal.Merge.spec(x)
+    runtime.announce(every, device)
+    for other in every:
         runtime.load(other, device)
     merge = universal.Merge.of(x)
     grid = min(tiles * heads * s.shares, devices.device_info(device).sm_count)

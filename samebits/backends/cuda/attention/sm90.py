@@ -277,6 +277,7 @@ def make_plan(x: Attention, schedule: HopperSchedule | None = None) -> Plan:
     shares = -(-segments // share)
     sizes = (*lse_strides(x), tiles, heads, together, segments, shares, share, members, height)
     count, blocks = tiles * heads * shares, devices.device_info(device).sm_count * s.resident
+    runtime.announce((spec(of, s), universal.Merge.spec(x)) if s.split else (spec(of, s),), device)
     return Plan(
         kernel=runtime.load(spec(of, s), device),
         maps=maps,
