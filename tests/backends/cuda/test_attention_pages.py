@@ -212,25 +212,6 @@ def test_a_strided_table_is_read_where_it_lies() -> None:
         assert table.data_ptr().to_bytes(8, "little") + table.stride(0).to_bytes(8, "little") in packed
 
 
-def test_all_kernels_can_be_loaded_ahead() -> None:
-    """Whatever calls then choose is there."""
-    shapes: list[dict[str, Any]] = [
-        {"queries": (n,) * batch, "keys": (n,) * batch, "width": width, "packed": packed}
-        for n, batch in ((1, 1), (1, 8), (1, 40), (1, 200), (3, 8), (20, 2), (64, 1), (130, 1), (700, 1))
-        for width in (0, 8192)
-        for packed in (False, True)
-    ]
-    for sizes in ((128, 128), (64, 64)):
-        with fake_gpu() as gpu:
-            sm90.load_all(paged((1,), (1,), page=16, sizes=sizes))
-            ready = set(gpu._kernels)
-            for shape in shapes:
-                plan = sm90.plan(paged(**shape, page=64, sizes=sizes))
-                assert plan is not None
-            assert set(gpu._kernels) == ready
-            assert len(ready) == 1 + (7 if sizes == (128, 128) else 9)
-
-
 def test_a_plan_announces_all_kernels_that_it_loads() -> None:
     """So they are compiled side by side before an engine serves, not one by one as it does."""
     told: list[Any] = []

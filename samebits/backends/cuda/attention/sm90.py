@@ -47,7 +47,6 @@ __all__ = [
     "forward",
     "is_uneven",
     "l2_promotion",
-    "load_all",
     "make_plan",
     "plan",
     "schedules",
@@ -166,7 +165,7 @@ def supports(x: Attention) -> bool:
     head, values = x.q.shape[-1], x.v.shape[-1]
     return (
         x.q.dtype in (torch.bfloat16, torch.float16)
-        and (x.mask is None or _takes_mask(x, x.mask))
+        and (x.mask is None or (x.block_table is None and x.window == (-1, -1)))
         and (x.block_table is None or (x.key_start is None and _box(x) >= _SMALLEST_BOX))
         and contract_from_key(x.contract).step == "mma"
         and devices.device_info(x.q.get_device()).arch.runs("attention_sm90")
@@ -177,10 +176,6 @@ def supports(x: Attention) -> bool:
         and x.k.numel() > 0
         and all(map(readable, (x.q, x.k, x.v)))
     )
-
-
-def _takes_mask(x: Attention, mask: Tensor) -> bool:
-    return x.block_table is None and x.window == (-1, -1)
 
 
 def _box(x: Attention) -> int:
@@ -289,22 +284,6 @@ def make_plan(x: Attention, schedule: HopperSchedule | None = None) -> Plan:
         dynamic=s.dynamic and not (of.paged and count <= blocks),  # the counter costs a launch
         merge=universal.Merge.of(x) if s.split else None,
     )
-
-
-def load_all(x: Attention) -> None:
-    """Compile and load all kernels of calls like `x`, whatever their sequences, tokens, lengths and pages.
-
-    So an engine neither compiles as it serves, nor loads a kernel in the capture of a graph.
-    """
-    check(x)
-    of, device = variant(x), x.q.get_device()
-    kernels = dict.fromkeys(
-        spec(of, s) for s in schedules(of) if s == s.filled(of) and not (s.split and s.resident == 2)
-    )
-    every = [*kernels, universal.Merge.spec(x)]
-    runtime.announce(every, device)
-    for kernel in every:
-        runtime.load(kernel, device)
 
 
 def forward(x: Attention, *, schedule: HopperSchedule | None = None) -> tuple[Tensor, Tensor, Tensor]:
