@@ -177,26 +177,6 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
         }
 }
 
-// Issues x = A B^T, for the rows of this warpgroup.
-template <typename Own, typename Step, int depth>
-__device__ __forceinline__ void multiply(float (&x)[STEP / 2], u32 own, u32 step) {
-    const auto a = Own::descriptor(own);
-    const auto b = Step::descriptor(step);
-#pragma unroll
-    for (u32 d = 0; d < depth; d += 16)
-        Wgmma<STEP, 0, 0>::step(x, a.at(Own::step(0, d)), b.at(Step::step(0, d)), d > 0);
-}
-
-// Issues sum += W B.
-template <typename Across, int columns>
-__device__ __forceinline__ void accumulate(float (&sum)[columns / 2], const u32 (&weights)[STEP / 16][4],
-                                           u32 step) {
-    const auto b = Across::descriptor(step);
-#pragma unroll
-    for (u32 i = 0; i < STEP / 16; ++i)
-        WgmmaFragment<columns, 1>::step(sum, weights[i], b.at(Across::step(0, i * 16)));
-}
-
 // Zeroes lines of a tile outside of `from` to `to`: they may be another sequence's.
 template <typename Tile>
 __device__ __forceinline__ void clear(u32 tile, int from, int to, u32 thread) {
@@ -399,8 +379,8 @@ struct Consumer {
             }
             pin(grads);
             wgmma_fence();
-            if constexpr (OF_KEYS) accumulate<StepValuesAcross, VALUES>(sum_of_values, weights, values_tile);
-            accumulate<StepHeadAcross, HEAD>(sum, grads, head_tile);
+            if constexpr (OF_KEYS) accumulate<StepValuesAcross>(sum_of_values, weights, values_tile, false);
+            accumulate<StepHeadAcross>(sum, grads, head_tile, false);
             wgmma_commit();
             wgmma_wait<0>();
             pin(sum);

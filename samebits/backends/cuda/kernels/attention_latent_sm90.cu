@@ -33,13 +33,15 @@
 #error "all macros are needed: #if takes a missing macro for 0"
 #endif
 #define HARDWARE_EXP2 1
+#define HEAD 576
+#define VALUES 512
 
-#include "attention_sm90.cuh"
+#include "attention_forward_sm90.cuh"
 #include "ptx_sm80.cuh"
 
 WGMMA_FRAGMENT(256, REGS_128, 128, 129, 130, 131, 132, 133, 134, ACC_64(0), ACC_64(64))
 
-constexpr int HEAD = 576, VALUES = 512, OWN = VALUES / 2;  // a warpgroup's columns
+constexpr int OWN = VALUES / 2;  // a warpgroup's columns
 constexpr int ROWS = 64, STAGE_KEYS = 64;
 constexpr u32 CONSUMERS = 256, THREADS = CONSUMERS + 128, STAGES = 2;
 constexpr u32 PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
@@ -48,6 +50,13 @@ using QTile = Tile<false, false, ROWS, HEAD, 1>;
 using KTile = Tile<false, false, STAGE_KEYS, HEAD, 1>;
 using VTile = Tile<true, false, VALUES, STAGE_KEYS, 1>;  // the same memory
 static_assert(VTile::column_bytes == KTile::column_bytes && VTile::line_bytes == KTile::line_bytes);
+
+struct Ticket {
+    Sequence sequence;
+    int head;         // the first one's
+    int first_query;  // in the sequence
+    int first, end;   // blocks of keys
+};
 
 struct Params {
     TensorMap q, k;
@@ -65,13 +74,12 @@ struct Params {
     int shared;    // bits 0, 1: q, k have one matrix for all of the batch; 2, 3: for all heads
     int box;       // keys of a page that one copy brings, if PAGED: 8, 16, 32 or 64
     Problem x;
-};
 
-struct Ticket {
-    Sequence sequence;
-    int head;         // the first one's
-    int first_query;  // in the sequence
-    int first, end;   // blocks of keys
+    __device__ __forceinline__ int query_of(int row) const { return row / members; }
+    __device__ __forceinline__ int queries_of(const Ticket&) const { return height; }
+    __device__ __forceinline__ Row row(const Ticket& ticket, int h) const {
+        return {*this, ticket, int(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h)};
+    }
 };
 
 struct SharedStorage {
@@ -140,9 +148,6 @@ __device__ __forceinline__ void for_each_tile(const Params& p, F f) {
     }
 }
 
-// Whether an operand has one matrix for all of the batch, or of its pages, or for all heads: see `shared`.
-__device__ __forceinline__ bool one_for(const Params& p, int bit) { return p.shared >> bit & 1; }
-
 __device__ __forceinline__ void producer(const SharedStorage& shared, const Params& p) {
     const Problem& x = p.x;
     const int lane = threadIdx.x % 32;
@@ -192,44 +197,17 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
     });
 }
 
-// One of the two rows of a thread, 8 apart. Rows that do not exist see what the last one sees, and are not stored.
-struct Row {
-    int query, head;  // in the sequence; of q
-    bool exists;
-
-    __device__ __forceinline__ Row(const Params& p, const Ticket& ticket, int h) {
-        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h;
-        const int down = row / p.members, last_query = ticket.sequence.queries - 1;
-        head = ticket.head + row - down * p.members;
-        query = min(ticket.first_query + min(down, p.height - 1), last_query);
-        exists = down < p.height && ticket.first_query + down <= last_query;
-    }
-};
-
 using Scores = float[STAGE_KEYS / 2];
 using Weights = u32[STAGE_KEYS / 16][4];
 using Values = float[OWN / 2];
 
 // The softmax of the current segment.
-struct Softmax {
-    float n[2], l[2][2];  // l: partial sums 2 (lane % 4) and the next
-    float scale[2];       // of o, for the last block
-
-    __device__ __forceinline__ void start() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) n[h] = -INF, l[h][0] = l[h][1] = 0.0f;
-    }
-
+struct Softmax : OnlineSoftmax {
     // Raises n to the maxima of a block's scores, and turns those of a stage to weights.
     __device__ __forceinline__ void weigh(Scores& s, const float (&maxima)[2], float c) {
         float shift[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float larger = fmaxf(n[h], ceilf(__fmul_rn(maxima[h], c)));
-            shift[h] = contract::shift_of(larger);
-            scale[h] = scores::exp2(__fsub_rn(n[h], shift[h]));
-            n[h] = larger;
-        }
+        for (int h = 0; h < 2; ++h) shift[h] = raise(h, __fmul_rn(maxima[h], c));
 #pragma unroll
         for (int i = 0; i < STAGE_KEYS / 2; ++i) s[i] = scores::exp2(__fmaf_rn(s[i], c, -shift[i / 2 % 2]));
     }
@@ -256,29 +234,14 @@ struct Softmax {
                      "f"(l[1][0]), "f"(l[1][1])
                      : "memory");
     }
-
-    // All eight partial sums of a row.
-    __device__ __forceinline__ float sum(int h) const {
-        float x = __fadd_rn(l[h][0], l[h][1]);
-        x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
-        return __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
-    }
 };
 
 // What segments before the current one come to.
-struct Total {
+struct Total : MergedRows {
     float4* memory;  // this thread's
-    Merged rows[2];
-    float scale[2], own_scale[2];  // of this, and of the segment that is added
-    bool any = false;
 
     __device__ __forceinline__ explicit Total(const Params& p)
         : memory(reinterpret_cast<float4*>(p.scratch) + i64(blockIdx.x) * (ROWS * VALUES / 4) + threadIdx.x) {
-    }
-
-    __device__ __forceinline__ void add(const Softmax& segment) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) rows[h].add(segment.n[h], segment.sum(h), scale[h], own_scale[h]);
     }
 
     // o = what all segments come to, which is kept, too, if more follow.
@@ -320,87 +283,7 @@ struct Total {
     }
 };
 
-// Stores the rows of tiles, a warpgroup its columns of them.
-struct Output {
-    const Params& p;
-    const Ticket& ticket;
-    u32 warpgroup;
-
-    // What all keys come to, o = `total`'s.
-    __device__ __forceinline__ void store(const Values& o, Total& total) const {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) store_row(Row(p, ticket, h), h, o, total.rows[h]);
-        __syncwarp();
-    }
-
-    // What the segment with a block comes to.
-    __device__ __forceinline__ void store_segment(int block, const Values& o, const Total& total) const {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const Row row(p, ticket, h);
-            if (!row.exists) continue;
-            float* to = p.scratch + (row_at(row) * p.segments + block / BLOCKS) * (VALUES + 2);
-#pragma unroll
-            for (int u = 0; u < OWN / 8; ++u)
-                *reinterpret_cast<float2*>(to + warpgroup * OWN + u * 8 + lane() * 2) =
-                    make_float2(o[u * 4 + 2 * h], o[u * 4 + 2 * h + 1]);
-            if (warpgroup == 0 && lane() == 0)
-                *reinterpret_cast<float2*>(to + VALUES) = make_float2(total.rows[h].n, total.rows[h].l);
-        }
-        __syncwarp();
-    }
-
-    // Where nobody sees a key.
-    __device__ __forceinline__ void store_nothing() const {
-#pragma unroll 1
-        for (int h = 0; h < 2; ++h) {
-            const Row row(p, ticket, h);
-            if (!row.exists) continue;
-#pragma unroll 1
-            for (int column = lane() * 8; column < OWN; column += 32)
-                *reinterpret_cast<uint4*>(out(row) + column) = make_uint4(0, 0, 0, 0);
-            Merged merged;
-            if (p.sinks) merged.add_sink(p.sinks[row.head]);
-            if (warpgroup == 0 && lane() == 0) merged.store(p.lse, p.lse2, lse_at(row));
-        }
-        __syncwarp();
-    }
-
-  private:
-    static __device__ __forceinline__ int lane() { return threadIdx.x % 4; }
-
-    __device__ __forceinline__ i64 row_at(const Row& row) const {
-        return ticket.sequence.row(p.x, row.query, row.head);
-    }
-    __device__ __forceinline__ Stored* out(const Row& row) const {
-        return p.out + row_at(row) * VALUES + warpgroup * OWN;
-    }
-    __device__ __forceinline__ i64 lse_at(const Row& row) const {
-        const int token = ticket.sequence.first_query + row.query;
-        return ticket.sequence.batch_of_q * p.lse_batch + row.head * p.lse_head + token;
-    }
-
-    __device__ __forceinline__ void store_row(const Row& row, int h, const Values& o, Merged& merged) const {
-        const float scale = p.sinks ? merged.add_sink(p.sinks[row.exists ? row.head : 0]) : 1.0f;
-        const float inverse = merged.inverse();
-        Stored* const to = out(row);
-#pragma unroll
-        for (int u = 0; u < OWN / 8; u += 4) {
-            u32 columns[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* at = o + (u + i) * 4 + 2 * h;
-                columns[i] = Type::pack(merged.quotient(__fmul_rn(at[0], scale), inverse),
-                                        merged.quotient(__fmul_rn(at[1], scale), inverse));
-            }
-            transpose(columns);
-            if (row.exists)
-                *reinterpret_cast<uint4*>(to + (u + lane()) * 8) =
-                    make_uint4(columns[0], columns[1], columns[2], columns[3]);
-        }
-        if (row.exists && warpgroup == 0 && lane() == 0) merged.store(p.lse, p.lse2, lse_at(row));
-    }
-};
+using Output = RowsOutput<Params, Ticket, OWN, false>;  // a warpgroup's columns
 
 __device__ __forceinline__ void load_shared_16(u32 (&x)[4], u32 from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -422,22 +305,14 @@ struct Consumer {
 
     // Issues the scores of a stage.
     __device__ __forceinline__ void multiply(Scores& s, u32 stage) const {
-        const auto q_tile = QTile::descriptor(shared.q);
-        const auto k_tile = KTile::descriptor(keys_of(stage));
         wgmma_fence();
-#pragma unroll
-        for (u32 d = 0; d < HEAD; d += 16)
-            Wgmma<STAGE_KEYS, 0, 0>::step(s, q_tile.at(QTile::step(0, d)), k_tile.at(KTile::step(0, d)),
-                                          d > 0);
+        ::multiply<QTile, KTile, HEAD>(s, shared.q, keys_of(stage));
         wgmma_commit();
     }
 
     // Issues o += P V of a stage; at a segment's `start` o = P V.
     __device__ __forceinline__ void multiply(Values& o, const Weights& weights, u32 stage, bool start) const {
-        const auto v_tile = VTile::descriptor(keys_of(stage) + VTile::step(warpgroup * OWN, 0));
-#pragma unroll
-        for (u32 i = 0; i < STAGE_KEYS / 16; ++i)
-            WgmmaFragment<OWN, 1>::step(o, weights[i], v_tile.at(VTile::step(0, i * 16)), i > 0 || !start);
+        accumulate<VTile>(o, weights, keys_of(stage) + VTile::step(warpgroup * OWN, 0), start);
         wgmma_commit();
     }
 
@@ -446,7 +321,7 @@ struct Consumer {
         const int column = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int query = Row(p, ticket, h).query;
+            const int query = p.row(ticket, h).query;
             const u32 visible = columns_below(ticket.sequence.last_seen(p.x, query) - column) &
                                 ~columns_below(ticket.sequence.first_seen(p.x, query) - column);
 #pragma unroll
@@ -494,8 +369,8 @@ struct Consumer {
     }
 
     // Goes over the keys; o and `total` are then those of all of them.
-    __device__ __forceinline__ void accumulate(const Ticket& ticket, Values& o, Total& total) {
-        const Row upper(p, ticket, 0), lower(p, ticket, 1);
+    __device__ __forceinline__ void attend(const Ticket& ticket, Values& o, Total& total) {
+        const Row upper = p.row(ticket, 0), lower = p.row(ticket, 1);
         const int first_seen = __shfl_sync(0xFFFFFFFF, ticket.sequence.first_seen(p.x, lower.query), 31);
         const int last_seen = __shfl_sync(0xFFFFFFFF, ticket.sequence.last_seen(p.x, upper.query), 0);
         const int first = ticket.first, end = ticket.end;
@@ -509,7 +384,7 @@ struct Consumer {
                 finish_segment(segment, total);
                 total.template merge<true>(o);
                 if (SPLIT) {
-                    Output{p, ticket, warpgroup}.store_segment(block - 1, o, total);
+                    Output{p, ticket}.store_segment(block - 1, o, total, warpgroup);
                     total = Total(p);
                 }
                 segment.start();
@@ -578,7 +453,7 @@ struct Consumer {
         }
         finish_segment(segment, total);
         total.template merge<false>(o);
-        if (SPLIT) Output{p, ticket, warpgroup}.store_segment(end - 1, o, total);
+        if (SPLIT) Output{p, ticket}.store_segment(end - 1, o, total, warpgroup);
     }
 
     // Adds a segment's rows to the total.
@@ -596,25 +471,18 @@ struct Consumer {
             if (thread == 0) ticket = found;
             named_barrier(1 + warpgroup, 128);
             if (ticket.first >= ticket.end) {
-                Output{p, ticket, warpgroup}.store_nothing();
+                Output{p, ticket}.store_nothing(warpgroup);
                 return;
             }
             mbarrier_wait(shared.q_full, of_queries);
             of_queries ^= 1;
             Values o;
             Total total(p);
-            accumulate(ticket, o, total);
-            if (!SPLIT) Output{p, ticket, warpgroup}.store(o, total);
+            attend(ticket, o, total);
+            if (!SPLIT) Output{p, ticket}.store(o, total, warpgroup);
         });
     }
 };
-
-// Stops the GPU unless the offsets of packed queries rise from 0 to their number and never decrease.
-__device__ __forceinline__ void check_offsets(const Problem& x) {
-    bool good = x.cu_q[0] == 0 && x.cu_q[x.batch] == x.queries;
-    for (int i = threadIdx.x % 32; i < x.batch; i += 32) good = good && x.cu_q[i] <= x.cu_q[i + 1];
-    if (!good) asm volatile("trap;");  // a call would serialise wgmma (C7510)
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_latent_sm90(const __grid_constant__ Params p) {

@@ -58,8 +58,8 @@
 #endif
 #define HARDWARE_EXP2 1
 
+#include "attention_forward_sm90.cuh"
 #include "attention_mask.cuh"
-#include "attention_sm90.cuh"
 #include "ptx_sm80.cuh"
 
 static_assert(HEAD % 16 == 0 && HEAD <= 128 && VALUES % 16 == 0 && VALUES <= 128 && STAGES >= 3);
@@ -97,6 +97,18 @@ struct BiasTile {
     }
 };
 
+// What the producer tells consumers of a tile.
+struct Ticket {
+    Sequence sequence;
+    int head;         // the first one's
+    int first_query;  // in the sequence; negative: there are no more tiles
+    int first, end;   // blocks of keys
+#if MASK != NONE
+    int rows, keys;  // queries of the run; keys that its last one shows
+    i64 last_row;    // that one, in Rows
+#endif
+};
+
 struct Params {
     TensorMap q, k, v;
 #if MASK != NONE && MASK != BOOLEAN
@@ -125,18 +137,18 @@ struct Params {
     Strides k_strides, v_strides;
     int bias_lines;  // of a mask's box: those of all queries that a warp may have; 0: TMA does not read the mask
 #endif
-};
 
-// What the producer tells consumers of a tile.
-struct Ticket {
-    Sequence sequence;
-    int head;         // the first one's
-    int first_query;  // in the sequence; negative: there are no more tiles
-    int first, end;   // blocks of keys
-#if MASK != NONE
-    int rows, keys;  // queries of the run; keys that its last one shows
-    i64 last_row;    // that one, in Rows
+    __device__ __forceinline__ int query_of(int row) const { return members == 1 ? row : row / members; }
+    __device__ __forceinline__ int queries_of(const Ticket& ticket) const {
+#if MASK == NONE
+        return height;
+#else
+        return ticket.rows;
 #endif
+    }
+    __device__ __forceinline__ Row row(const Ticket& ticket, int h) const {
+        return {*this, ticket, int(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h)};
+    }
 };
 
 // Of the next tile, of this one, and of that which some consumers still store.
@@ -238,9 +250,6 @@ __device__ __forceinline__ int tile_of(const Params& p, int round) {
     const int slot = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     return round * int(gridDim.x) + slot;
 }
-
-// Whether an operand has one matrix for all of the batch, or of its pages, or for all heads: see `shared`.
-__device__ __forceinline__ bool one_for(const Params& p, int bit) { return p.shared >> bit & 1; }
 
 // Loads the queries of a ticket. One thread does so.
 __device__ __forceinline__ void load_queries(const SharedStorage& shared, const Params& p,
@@ -502,51 +511,13 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
     }
 }
 
-// Issues s = Q K^T, for the rows of this warpgroup.
-__device__ __forceinline__ void multiply(float (&s)[KEYS / 2], u32 q, u32 k) {
-    const auto q_tile = QTile::descriptor(q);
-    const auto k_tile = KTile::descriptor(k);
-#pragma unroll
-    for (u32 d = 0; d < HEAD; d += 16)
-        Wgmma<KEYS, 0, 0>::step(s, q_tile.at(QTile::step(0, d)), k_tile.at(KTile::step(0, d)), d > 0);
-}
-
-// Issues o += P V; at a segment's `start` o = P V.
-__device__ __forceinline__ void multiply(float (&o)[VALUES / 2], const u32 (&p)[KEYS / 16][4], u32 v,
-                                         bool start) {
-    const auto v_tile = VTile::descriptor(v);
-#pragma unroll
-    for (u32 i = 0; i < KEYS / 16; ++i)
-        WgmmaFragment<VALUES, 1>::step(o, p[i], v_tile.at(VTile::step(0, i * 16)), i > 0 || !start);
-}
-
-// One of the two rows of a thread, 8 apart. Rows that do not exist see what the last one sees, and are not
-// stored.
-struct Row {
-    int query, head;  // in the sequence; of q
-    bool exists;
-
-    __device__ __forceinline__ Row(const Params& p, const Ticket& ticket, int h) {
-        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h;
-        const int down = p.members == 1 ? row : row / p.members, last_query = ticket.sequence.queries - 1;
-        head = ticket.head + row - down * p.members;
-#if MASK == NONE
-        const int rows = p.height;
-#else
-        const int rows = ticket.rows;
-#endif
-        query = min(ticket.first_query + min(down, rows - 1), last_query);
-        exists = down < rows && ticket.first_query + down <= last_query;
-    }
-};
-
 // The keys that all rows of a warp see.
 struct Seen {
     int first, last;
 #if MASK == NONE
     static constexpr bool adds = false;
     __device__ __forceinline__ Seen(const Params& p, const Ticket& ticket) {
-        const Row upper(p, ticket, 0), lower(p, ticket, 1);
+        const Row upper = p.row(ticket, 0), lower = p.row(ticket, 1);
         first = __shfl_sync(0xFFFFFFFF, ticket.sequence.first_seen(p.x, lower.query), 31);
         last = __shfl_sync(0xFFFFFFFF, ticket.sequence.last_seen(p.x, upper.query), 0);
     }
@@ -560,7 +531,7 @@ struct Seen {
         bool any = false;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const Row row(p, ticket, h);
+            const Row row = p.row(ticket, h);
             const i64 of_row = p.rows.row(p.x, s.batch, row.head, row.query);
             count[h] = p.rows.count(of_row);
             if (FLOAT_MASK) any = any || (row.exists && p.rows.adds(of_row));
@@ -697,15 +668,7 @@ struct Biases {
 #endif
 
 // The softmax of the current segment.
-struct Softmax {
-    float n[2], l[2][2];  // l: partial sums 2 (lane % 4) and the next
-    float scale[2];       // of o, for the last block
-
-    __device__ __forceinline__ void start() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) n[h] = -INF, l[h][0] = l[h][1] = 0.0f;
-    }
-
+struct Softmax : OnlineSoftmax {
     // Products of a block to probabilities. `number`: see LISTED.
     __device__ __forceinline__ void add(float (&s)[KEYS / 2], const Params& p, const Ticket& ticket,
                                         const Seen& by_all, int block, int number, Biases& biases) {
@@ -719,7 +682,7 @@ struct Softmax {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
 #if MASK == NONE
-                const int query = Row(p, ticket, h).query;
+                const int query = p.row(ticket, h).query;
                 const u32 visible = columns_below(ticket.sequence.last_seen(x, query) - column) &
                                     ~columns_below(ticket.sequence.first_seen(x, query) - column);
 #else
@@ -790,43 +753,20 @@ struct Softmax {
             if (!(visible >> i & 1)) b[i] = 0.0f;
     }
 
-    // Raises n of row h to the maximum of its scores in a block. Returns what they are shifted by.
-    __device__ __forceinline__ float raise(int h, float maximum) {
-        const float larger = fmaxf(n[h], ceilf(maximum)), shift = contract::shift_of(larger);
-        scale[h] = scores::exp2(__fsub_rn(n[h], shift));
-        n[h] = larger;
-        return shift;
-    }
-
     // Adds row h's weight e of the two in a thread's eight.
     __device__ __forceinline__ void add_weight(int eight, int h, int e, float weight) {
         float& sum = l[h][e];
         sum = eight == 0 ? __fmaf_rn(sum, scale[h], weight) : __fadd_rn(sum, weight);
     }
-
-    // All eight partial sums of a row.
-    __device__ __forceinline__ float sum(int h) const {
-        float x = __fadd_rn(l[h][0], l[h][1]);
-        x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
-        return __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
-    }
 };
 
 // What segments before the current one come to.
-struct Total {
+struct Total : MergedRows {
     u32 memory;  // this thread's first four values
     float held[TOTAL_IN_REGISTERS && !SPLIT ? VALUES / 2 : 1];
-    Merged rows[2];
-    float scale[2], own_scale[2];  // of this, and of the segment that is added
-    bool any = false;
 
     __device__ __forceinline__ explicit Total(const SharedStorage& shared)
         : memory(shared.total + threadIdx.x * 16) {}
-
-    __device__ __forceinline__ void add(const Softmax& segment) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) rows[h].add(segment.n[h], segment.sum(h), scale[h], own_scale[h]);
-    }
 
     // o = what all segments come to.
     __device__ __forceinline__ void merge(float (&o)[VALUES / 2]) const {
@@ -871,91 +811,7 @@ struct Total {
     }
 };
 
-// Stores the rows of tiles.
-struct Output {
-    const Params& p;
-    const Ticket& ticket;
-
-    // What all keys come to, o = `total`'s.
-    __device__ __forceinline__ void store(const float (&o)[VALUES / 2], Total& total) const {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) store_row(Row(p, ticket, h), h, o, total.rows[h]);
-        __syncwarp();
-    }
-
-    // What the segment with a block comes to.
-    __device__ __forceinline__ void store_segment(int block, const float (&o)[VALUES / 2],
-                                                  const Total& total) const {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const Row row(p, ticket, h);
-            if (!row.exists) continue;
-            float* to = p.scratch + (row_at(row) * p.segments + block / BLOCKS) * (VALUES + 2);
-#pragma unroll
-            for (int u = 0; u < VALUES / 8; ++u)
-                *reinterpret_cast<float2*>(to + u * 8 + lane() * 2) =
-                    make_float2(o[pair(u, h)], o[pair(u, h) + 1]);
-            if (lane() == 0)
-                *reinterpret_cast<float2*>(to + VALUES) = make_float2(total.rows[h].n, total.rows[h].l);
-        }
-        __syncwarp();
-    }
-
-    // Where nobody sees a key.
-    __device__ __forceinline__ void store_nothing() const {
-#pragma unroll 1
-        for (int h = 0; h < 2; ++h) {
-            const Row row(p, ticket, h);
-            if (!row.exists) continue;
-#pragma unroll 1
-            for (int column = lane() * 8; column < p.x.values; column += 32)
-                *reinterpret_cast<uint4*>(out(row) + column) = make_uint4(0, 0, 0, 0);
-            Merged merged;
-            if (p.sinks) merged.add_sink(p.sinks[row.head]);
-            if (lane() == 0) merged.store(p.lse, p.lse2, lse_at(row));
-        }
-        __syncwarp();
-    }
-
-  private:
-    static __device__ __forceinline__ int lane() { return threadIdx.x % 4; }
-
-    // Where o has the first of row h's two columns of eight.
-    static __device__ __forceinline__ constexpr int pair(int eight, int h) { return eight * 4 + 2 * h; }
-
-    __device__ __forceinline__ i64 row_at(const Row& row) const {
-        return ticket.sequence.row(p.x, row.query, row.head);
-    }
-    __device__ __forceinline__ Stored* out(const Row& row) const { return p.out + row_at(row) * p.x.values; }
-    __device__ __forceinline__ i64 lse_at(const Row& row) const {
-        const int token = ticket.sequence.first_query + row.query;
-        return ticket.sequence.batch_of_q * p.lse_batch + row.head * p.lse_head + token;
-    }
-
-    __device__ __forceinline__ void store_row(const Row& row, int h, const float (&o)[VALUES / 2],
-                                              Merged& merged) const {
-        const float scale = p.sinks ? merged.add_sink(p.sinks[row.exists ? row.head : 0]) : 1.0f;
-        const float inverse = merged.inverse();
-        Stored* const to = out(row);
-#pragma unroll
-        for (int u = 0; u < VALUES / 8; u += 4) {
-            u32 columns[4] = {};
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (u + i < VALUES / 8) {
-                    const float* at = o + pair(u + i, h);
-                    columns[i] = Type::pack(merged.quotient(__fmul_rn(at[0], scale), inverse),
-                                            merged.quotient(__fmul_rn(at[1], scale), inverse));
-                }
-            transpose(columns);
-            const int column = (u + lane()) * 8;
-            if (row.exists && column < p.x.values)
-                *reinterpret_cast<uint4*>(to + column) =
-                    make_uint4(columns[0], columns[1], columns[2], columns[3]);
-        }
-        if (row.exists && lane() == 0) merged.store(p.lse, p.lse2, lse_at(row));
-    }
-};
+using Output = RowsOutput<Params, Ticket, VALUES, true>;
 
 struct Consumer {
     const Params& p;
@@ -981,7 +837,7 @@ struct Consumer {
     }
 
     // Goes over the keys; o and `total` are then those of all of them.
-    __device__ __forceinline__ void accumulate(const Ticket& ticket, float (&o)[VALUES / 2], Total& total) {
+    __device__ __forceinline__ void attend(const Ticket& ticket, float (&o)[VALUES / 2], Total& total) {
         const u32 q = shared.q + QTile::step(warpgroup * 64, 0);
         const int first = ticket.first, end = ticket.end;
         const Seen seen(p, ticket);
@@ -994,7 +850,7 @@ struct Consumer {
         const u32 first_keys = wait();
         biases.fetch(p, ticket, listed);
         wgmma_fence();
-        multiply(s, q, first_keys);
+        multiply<QTile, KTile, HEAD>(s, q, first_keys);
         wgmma_commit();
         wgmma_wait<0>();
         pin(s);
@@ -1014,11 +870,11 @@ struct Consumer {
             pin(o);
             pin(probabilities);
             wgmma_fence();
-            multiply(s, q, k);
+            multiply<QTile, KTile, HEAD>(s, q, k);
             wgmma_commit();
             const u32 v = wait(), v_stage = ring.stage;
             ring.step();
-            multiply(o, probabilities, v, start);
+            accumulate<VTile>(o, probabilities, v, start);
             wgmma_commit();
             pass_turn();
             wgmma_wait<1>();
@@ -1068,7 +924,7 @@ struct Consumer {
         pin(o);
         pin(probabilities);
         wgmma_fence();
-        multiply(o, probabilities, v, start);
+        accumulate<VTile>(o, probabilities, v, start);
         wgmma_commit();
         total.add(segment);
         wgmma_wait<0>();
@@ -1105,20 +961,12 @@ struct Consumer {
             }
             float o[VALUES / 2];
             Total total(shared);
-            accumulate(ticket, o, total);
+            attend(ticket, o, total);
             if (!SPLIT) Output{p, ticket}.store(o, total);
         }
         if (warpgroup == 0) take_turn();  // nobody leaves a barrier half full
     }
 };
-
-// Stops the GPU unless the offsets of packed queries rise from 0 to their number and never decrease. A warp
-// without other work does so, in place of a kernel before each call.
-__device__ __forceinline__ void check_offsets(const Problem& x) {
-    bool good = x.cu_q[0] == 0 && x.cu_q[x.batch] == x.queries;
-    for (int i = threadIdx.x % 32; i < x.batch; i += 32) good = good && x.cu_q[i] <= x.cu_q[i + 1];
-    if (!good) asm volatile("trap;");  // a call would serialise wgmma (C7510)
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     attention_sm90(const __grid_constant__ Params p) {

@@ -52,3 +52,23 @@ __device__ __forceinline__ void transpose(u32 (&w)[4]) {
             }
     }
 }
+
+// Issues x = A B^T, for 64 rows of A.
+template <typename A, typename B, int depth, int count>
+__device__ __forceinline__ void multiply(float (&x)[count], u32 a, u32 b) {
+    const auto a_tile = A::descriptor(a);
+    const auto b_tile = B::descriptor(b);
+#pragma unroll
+    for (u32 d = 0; d < depth; d += 16)
+        Wgmma<2 * count, 0, 0>::step(x, a_tile.at(A::step(0, d)), b_tile.at(B::step(0, d)), d > 0);
+}
+
+// Issues sum += W B; at a `start` sum = W B.
+template <typename B, int count, int steps>
+__device__ __forceinline__ void accumulate(float (&sum)[count], const u32 (&weights)[steps][4], u32 b,
+                                           bool start) {
+    const auto b_tile = B::descriptor(b);
+#pragma unroll
+    for (u32 i = 0; i < steps; ++i)
+        WgmmaFragment<2 * count, 1>::step(sum, weights[i], b_tile.at(B::step(0, i * 16)), i > 0 || !start);
+}
