@@ -139,6 +139,23 @@ def test_report() -> None:
     assert "memory of causal 1 x 16,384, 128, 32 heads of keys, MiB: samebits 64" in console.file.getvalue()
 
 
+def test_only_a_refusal_leaves_a_backend_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = AttentionCase("both", "causal", 1, 64, 64, 16, heads=1, kv_heads=1)
+
+    def failing(error: Exception) -> Any:
+        def run(*operands: Tensor) -> Tensor:
+            raise error
+
+        return lambda *asked: run
+
+    monkeypatch.setattr(measure, "theirs", failing(RuntimeError("No available kernel. Aborting execution.")))
+    with torch.no_grad():
+        assert measure.accuracy(case, CPU)["error"].keys() == {"samebits"}
+        monkeypatch.setattr(measure, "theirs", failing(torch.OutOfMemoryError("CUDA out of memory")))
+        with pytest.raises(torch.OutOfMemoryError):
+            measure.accuracy(case, CPU)
+
+
 @pytest.mark.gpu
 def test_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = AttentionCase("both", "causal", 1, 256, 256, 64, heads=4, kv_heads=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import ceil
 from typing import Any
@@ -83,6 +84,19 @@ def check(case: AttentionCase, operands: Sequence[Tensor]) -> None:
         assert_same_bits(got.cpu().contiguous(), want.detach(), f"{case}: {name} against the CPU reference")
 
 
+@contextmanager
+def refusals() -> Iterator[list[str]]:
+    """What PyTorch says where a backend does not take a call. Other errors, such as no memory, are raised."""
+    said: list[str] = []
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that say why
+            yield said
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        said.append(f"{type(error).__name__}: {error}"[:120])
+
+
 def _measure(case: AttentionCase, device: torch.device, l2_bytes: int) -> dict[str, Any]:
     """Times of one case in microseconds."""
 
@@ -103,11 +117,10 @@ def _measure(case: AttentionCase, device: torch.device, l2_bytes: int) -> dict[s
     else:
         refused = {}
         for name, backend in BACKENDS.items():
-            try:
-                with warnings.catch_warnings(action="ignore"):  # that say why a backend does not take it
-                    race.add(name, theirs(case, backend, device), operands)
-            except RuntimeError as error:
-                refused[name] = f"{type(error).__name__}: {error}"[:120]
+            with refusals() as said:
+                race.add(name, theirs(case, backend, device), operands)
+            if said:
+                refused[name] = said[0]
         tried = race.run(3)
         found |= {"tried": tried, "refused": refused}
         if others := tried.keys() - {"samebits"}:
@@ -125,10 +138,9 @@ def memory(case: AttentionCase, device: torch.device) -> dict[str, Any]:
     }
     peaks: dict[str, int] = {}
     for name, run in runs.items():
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                run(*operands)
-        except RuntimeError:  # a backend that does not take the case
+        with refusals() as said:
+            run(*operands)
+        if said:
             continue
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -165,10 +177,9 @@ def accuracy(case: AttentionCase, device: torch.device, backends: Iterable[str] 
     }
     errors: dict[str, dict[str, float]] = {}
     for who, run in runs.items():
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                got = run(*operands)
-        except RuntimeError:  # a backend that does not take the case
+        with refusals() as said:
+            got = run(*operands)
+        if said:
             continue
         errors[who] = {
             name: float(f"{float((a - b).square().mean().sqrt() / b.square().mean().sqrt()):.4g}")
