@@ -16,9 +16,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -43,12 +44,16 @@ Operands = dict[str, Tensor]
 
 
 def _peer(module: str, name: str) -> Run | None:
-    """A function of another library, if that can be imported."""
-    try:
-        found: Run = getattr(import_module(module), name)
-    except Exception:
+    """A function of another library, if that is installed. Its first call imports it, and says what fails."""
+    if find_spec(module.partition(".")[0]) is None:
         return None
-    return found
+
+    @cache
+    def found() -> Run:
+        function: Run = getattr(import_module(module), name)
+        return function
+
+    return lambda *args, **kwargs: found()(*args, **kwargs)
 
 
 def _ruled(batch: int, tokens: int) -> Operands:

@@ -39,6 +39,7 @@ from benchmarks import (
     plot,
     price,
     ranks,
+    recurrent,
     rows,
     scaled,
     steps,
@@ -181,6 +182,17 @@ def test_tables_of_row_operations_and_steps() -> None:
     said = gpu_steps(data | {"cases": [step, step | more | {"work": "train"}]})
     assert "| decode | 4.00 |  | 3.00 | 2.00 |  | 0.50 |  | 0.90 |" in said
     assert "| train | 4.00 | 2.50 | 3.00 | 2.00 | 1.00 | 0.25 | 0.40 | 0.75 |" in said
+
+
+def test_a_library_that_is_installed_and_broken_says_so() -> None:
+    assert recurrent._peer("no_such_library.ops", "f") is None
+    found = recurrent._peer("json", "dumps")
+    assert found is not None
+    assert found({}) == "{}"
+    broken = recurrent._peer("json.no_such_module", "f")
+    assert broken is not None
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        broken()
 
 
 def test_steps_of_split_models_have_the_columns_that_ran() -> None:
