@@ -125,21 +125,8 @@ def _check_groups(experts: int, groups: int, top_groups: int) -> None:
         raise ValueError(f"samebits.topk_routing: top_groups: expected 1 to {groups}, got {top_groups!r}")
 
 
-def _forward(
-    logits: Tensor,
-    bias: Tensor | None,
-    k: int,
-    score: str,
-    groups: int,
-    top_groups: int,
-    renormalize: bool,
-    eps: float,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return backend(logits).topk_routing(  # type: ignore[no-any-return]
-        logits, bias, k, score, groups, top_groups, renormalize, eps, scale, dtype
-    )
+def _forward(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return backend(logits).topk_routing(logits, *rest)  # type: ignore[no-any-return]
 
 
 def _fake(logits: Tensor, bias: Tensor | None, k: int, *rest: Any) -> tuple[Tensor, Tensor]:
