@@ -413,12 +413,19 @@ def run(
     file = f"{name}{breadth}{split}.json"
     data: dict[str, Any] = {"environment": environment(options.commit), "cases": []}
     spawn = multiprocessing.get_context("spawn")
+    failed: list[Exception] = []
     with ProcessPoolExecutor(len(kinds) if beside else 1, spawn) as pool:
         for job in as_completed([pool.submit(compare, kind, options, name) for kind in kinds]):
-            data["cases"].append(job.result())
+            try:
+                data["cases"].append(job.result())
+            except Exception as error:  # the other models' results stay
+                failed.append(error)
+                continue
             print(data["cases"][-1], flush=True)
             path = results(options.out, file)
             write(path, merged(path, data, "model") if options.merge else data)
     Console(width=130).print(show(data))
+    if failed:
+        raise ExceptionGroup(f"{len(failed)} of {len(kinds)} models have no result", failed)
     if any(case["differing"] for case in data["cases"]):
         raise SystemExit("bits differ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import statistics
 import time
@@ -34,9 +35,15 @@ class Race:
         graph = torch.cuda.CUDAGraph()
         # One output for each set of operands stays alive, so that results do not stay in the L2 cache.
         outputs: list[Any] = [None] * len(sets)
-        with torch.cuda.graph(graph, pool=self._pool):
-            for i in range(self._calls):
-                outputs[i % len(sets)] = run(*sets[i % len(sets)])
+        collects = gc.isenabled()
+        gc.disable()  # a graph among the garbage is destroyed, which ends a capture
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                for i in range(self._calls):
+                    outputs[i % len(sets)] = run(*sets[i % len(sets)])
+        finally:
+            if collects:
+                gc.enable()
         self._graphs[name] = graph, (run, sets)
 
     def only(self, names: Iterable[str]) -> Race:
