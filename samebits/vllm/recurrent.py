@@ -1,7 +1,8 @@
 """Layers with a recurrent state: state spaces of Mamba 2 and gated delta rules.
 
-What such a layer computes is replaced, but for its linear layers. Its page in vLLM's cache holds a row of
-:class:`samebits.backends.recurrent.RecurrentState`, and the last inputs of its convolution.
+What such a layer computes is replaced, but for its linear layers. Its page in vLLM's cache holds the last
+inputs of its convolution and a row of :class:`samebits.backends.recurrent.RecurrentState`, in this order:
+vLLM copies the first as a convolution's, and some versions run kernels of their own on it before they serve.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         )
         self.rows = torch.zeros(most, dtype=torch.int64, device=device)
         self.begins = torch.ones(most, dtype=torch.bool, device=device)
-        self.lead = kv_cache_spec.shapes[1][0]
+        self.lead = kv_cache_spec.shapes[0][0]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *_: Any, **__: Any) -> StateMetadata:
         m = common_attn_metadata
@@ -129,8 +130,8 @@ def set_layers(model: nn.Module, vllm_config: Any, hooks: Hooks) -> None:
 def _set_layer(layer: Any, forward: Any, own: Any, width: int, channels: int, dtype: torch.dtype) -> None:
     """Let a layer have pages of the layout `own`, and of the last inputs of its convolution."""
     layer.samebits_layout, layer.samebits_inputs = own, (width - 1, channels)
-    layer.get_state_shape = lambda: ((own.words,), layer.samebits_inputs)
-    layer.get_state_dtype = lambda: (torch.float32, dtype)
+    layer.get_state_shape = lambda: (layer.samebits_inputs, (own.words,))
+    layer.get_state_dtype = lambda: (dtype, torch.float32)
     # No checkpoints within a prefill, which Mamba 2's would have: the scheduler lets it end there.
     layer.get_kv_cache_spec = functools.partial(MambaBase.get_kv_cache_spec, layer)
     layer.get_attn_backend = lambda: StateBackend
@@ -160,14 +161,14 @@ def steps(model: nn.Module, tokens: int, sequences: int) -> Iterator[Callable[[]
         for n in sizes:
             for batch in sorted({min(b, n, sequences) for b in (1, 8, 64, n)}):
                 offsets = torch.arange(batch + 1, device="cuda") * n // batch
-                packing = None if n == batch else Packing.of(offsets, n, shapes[1][0])
+                packing = None if n == batch else Packing.of(offsets, n, shapes[0][0])
                 rows = torch.zeros(batch, dtype=torch.int64, device="cuda")
                 yield functools.partial(_run_on_zeros, layer, Step(rows, rows == 0, packing), n)
 
 
 def _run_on_zeros(layer: Any, step: Step, tokens: int) -> None:
     channels, heads = layer.samebits_inputs[1], layer.samebits_layout.parts[0].shape[0]
-    x = torch.zeros(tokens, channels, dtype=layer.get_state_dtype()[1], device="cuda")
+    x = torch.zeros(tokens, channels, dtype=layer.get_state_dtype()[0], device="cuda")
     g = torch.zeros(tokens, heads, dtype=torch.float32, device="cuda")
     if type(layer) is MambaMixer2:
         _scanned(layer, step, x, g.to(x.dtype))
@@ -199,7 +200,7 @@ def _mamba2(self: Any, hidden_states: Tensor, mup_vector: Tensor | None = None) 
 
 
 def _scanned(self: Any, step: Step, x: Tensor, dt: Tensor) -> Tensor:
-    states, inputs = self.kv_cache
+    inputs, states = self.kv_cache
     weight = self.conv1d.weight.view(self.conv_dim, -1)
     x = convolved(step, x, inputs, weight, self.conv1d.bias, self.activation)
     x, B, C = x.split([self.intermediate_size, *[self.groups_ssm_state_size] * 2], -1)
@@ -245,7 +246,7 @@ def _delta(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _decayed(self: Any, step: Step, x: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    states, inputs = self.kv_cache
+    inputs, states = self.kv_cache
     weight = self.conv1d.weight.view(self.conv_dim, -1)
     x = convolved(step, x, inputs, weight, self.conv1d.bias, self.activation)
     q, k, v = x.split([self.key_dim, self.key_dim, self.value_dim], -1)

@@ -58,6 +58,20 @@ def test_preemption(engine: Engine, folders: Callable[[str], Path], monkeypatch:
     same(folders("qwen3_next"), outputs)
 
 
+def test_vllm_finds_a_convolutions_inputs_first(engine: Engine) -> None:
+    """On a GPU it runs kernels of its own on them before it serves, and copies them as what they are."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec
+    from vllm.model_executor.warmup.qwen_triton_warmup import _qwen_gdn_warmup_config
+
+    llm = engine("qwen3_next")
+    core: Any = llm.llm_engine.engine_core.engine_core
+    loaded = core.model_executor.driver_worker.get_model()
+    assert loaded.get_mamba_state_copy_func()[0] is get_conv_copy_spec
+    own = _qwen_gdn_warmup_config(core.vllm_config.compilation_config.static_forward_context)
+    assert own is not None
+    assert own.conv_state.shape[1:] == (own.conv_dim, own.conv_kernel_size - 1)
+
+
 def test_prefix_cache(engine: Engine, folders: Callable[[str], Path]) -> None:
     llm = engine(
         *("granite_hybrid",),
