@@ -34,10 +34,20 @@ ENGINES: dict[str, dict[str, str]] = {
 
 
 def randomise(worker: Any) -> dict[str, Any]:
-    """In the engine's process: random weights in place of dummies. Returns what the engine chose."""
+    """In the engine's process: random weights in place of dummies. Returns what the engine chose.
+
+    A router's bias is 0, whether it is a parameter or a buffer. So experts are equally likely in all engines.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
-    for name, p in worker.model_runner.model.named_parameters():
+    model = worker.model_runner.model
+    for name, b in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            b.zero_()
+    for name, p in model.named_parameters():
         with torch.no_grad():
+            if name.endswith("e_score_correction_bias"):
+                p.zero_()
+                continue
             if "scale" in name:  # of weights in FP8
                 p.fill_(1e-3)
                 continue
