@@ -32,6 +32,7 @@ from rich.progress import Progress
 
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import (
+    adapters,
     assert_spans,
     causal_conv1d,
     columns,
@@ -422,6 +423,14 @@ def fused_layers() -> Iterator[Kernel]:
     for x, vector in ((BF16, 8), (F32, 1)):
         yield each(gated.kernel_spec("gated", x, "softplus", "ALONE", vector))
     yield gated.kernel_spec("gated", BF16, "silu", "APART", 8, fast_silu=True), HOPPER
+    for x, groups, slices, vector in (
+        (BF16, 1, 3, True),
+        (F16, 4, 1, False),
+        (BF16, 8, 2, True),
+        (F32, 1, 3, True),
+    ):
+        arch = archs[next(n) % len(archs)] if x == F32 else HOPPER
+        yield adapters.kernel_spec(x, x == F32, groups, slices, vector), arch
     turned = ((BF16, BF16), (F16, F32), (F32, F32))
     for (x, trig), layout, full in itertools.product(turned, rotary.LAYOUTS, (False, True)):
         for gradients in ("none", "rounded", "wide", "split"):

@@ -19,7 +19,7 @@ from samebits.engines import frequencies
 from samebits.engines.hooks import Hooks
 from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
 from samebits.mode.calls import outermost
-from samebits.vllm import lora, parallel, sampling
+from samebits.vllm import parallel, sampling
 from samebits.vllm.covered import check_model
 from samebits.vllm.experts import set_experts
 from samebits.vllm.proven import ROUNDED_ONCE
@@ -96,7 +96,6 @@ def _strict(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def strictly(*args: Any, **kwargs: Any) -> Any:
-        lora.begin_forward()
         with batch_invariant("error"):
             return call(*args, **kwargs)
 

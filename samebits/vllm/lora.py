@@ -1,18 +1,27 @@
 """Adapters (LoRA), several in a batch: the products and rounding points of PEFT, unmerged.
 
 ``y + B(A(x)) * scaling``, each step rounded to the dtype of the adapter, which is the model's. vLLM would put
-the scaling into ``B``. Here it stays apart. Tokens are sorted by adapter once in a forward, and products are
-:func:`samebits.grouped_mm`, so no token's bits depend on the adapters beside it.
+the scaling into ``B``. Here it stays apart.
+
+The matrices A of all slots stand behind the weight of their layer, in one tensor. So one product gives the
+layer's output, and A's of every slot, in little more than the time of the weight alone.
+:func:`samebits.ops.adapters.add_adapters` takes from it what each token needs, by its slot. No token's bits
+depend on the adapters beside it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.lora import lora_weights
+from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.platforms import current_platform
@@ -21,31 +30,16 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from samebits.engines import kernels
 from samebits.engines.hooks import Hooks
 from samebits.engines.refusals import RefusedError
-from samebits.ops.experts import Routed, combined, routed
-from samebits.ops.grouped_mm import grouped_mm
+from samebits.ops.adapters import GROUP, add_adapters
+from samebits.ops.linear import linear
 
-__all__ = ["begin_forward", "check_config", "install"]
+__all__ = ["check_config", "install"]
 
 _LAYERS = (
     *("ColumnParallelLinearWithLoRA", "MergedColumnParallelLinearWithLoRA", "QKVParallelLinearWithLoRA"),
     *("MergedQKVParallelLinearWithLoRA", "ReplicatedLinearWithLoRA", "RowParallelLinearWithLoRA"),
 )
 """Those that add an adapter's product to a linear layer's."""
-
-
-class _Step:
-    """Of one forward.
-
-    Attributes:
-        routed: tokens in the order of their adapters, by wrapper and number of tokens.
-    """
-
-    routed: dict[tuple[int, int], Routed] = {}  # noqa: RUF012
-
-
-def begin_forward() -> None:
-    """Forget which token has which adapter."""
-    _Step.routed = {}
 
 
 def check_config(config: Any) -> None:
@@ -77,20 +71,137 @@ def check_config(config: Any) -> None:
 
 def install(hooks: Hooks) -> None:
     """Replace what adapters compute, and keep their scaling apart."""
+    layer = BaseLinearLayerWithLoRA
+    hooks.replace(layer, "_apply_sync", _apply(layer._apply_sync), "self", "x", "bias")
+    hooks.replace(layer, "_apply_lora_to_output", _add, "self", "x", "output")
     punica = resolve_obj_by_qualname(current_platform.get_punica_wrapper())
-    linear = "self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"
-    hooks.replace(punica, "add_lora_linear", _add_linear, *linear)
-    for name in ("add_lora_embedding", "add_lora_logits"):  # no adapter that has such weights is active
-        hooks.replace(punica, name, _leave, "self", "y", "x")
+    mapping = "self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"
+    hooks.replace(punica, "update_metadata", _update_metadata, *mapping)
+    hooks.expect(punica, "_update_base_metadata", *mapping)
+    # No adapter that has weights of embeddings or heads is active.
+    hooks.replace(VocabParallelEmbeddingWithLoRA, "forward", _embed, "self", "x")
+    hooks.replace(punica, "add_lora_logits", _leave, "self", "y", "x")
     for weights in (lora_weights.LoRALayerWeights, lora_weights.PackedLoRALayerWeights):
         hooks.replace(weights, "optimize", _unscaled, "self")
     load = LoRAModel.from_lora_tensors.__func__
     hooks.replace(
         LoRAModel, "from_lora_tensors", classmethod(_with_scaling(load)), "lora_model_id", "tensors"
     )
-    activate = LoRAModelManager.activate_adapter
+    activate, create = LoRAModelManager.activate_adapter, LoRAModelManager._create_lora_modules
     hooks.replace(LoRAModelManager, "activate_adapter", _activate(activate), "self", "lora_id")
-    hooks.on_undo(begin_forward)
+    hooks.replace(LoRAModelManager, "_create_lora_modules", _joined(create), "self")
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """Of a layer.
+
+    Attributes:
+        weights: the layer's own ``[N, K]``, and behind it every A, ``[slots * slices * rank, K]``.
+        biases: the layer's own, and zeros behind it, if it has one.
+        n: rows of the layer's own.
+        b: ``[slots, N, rank]``. Ranks are filled up with zeros.
+        ends: of the slices.
+        scalings: of the slots, in memory that CUDA graphs may keep.
+        wrapper: vLLM's, which knows the slots of tokens.
+    """
+
+    weights: Tensor
+    biases: Tensor | None
+    n: int
+    b: Tensor
+    ends: tuple[int, ...]
+    scalings: Tensor
+    wrapper: Any
+
+    def apply(self, x: Tensor, bias: bool) -> Tensor:
+        """What the layer gives with its adapters, with its bias or without."""
+        both = linear(x, self.weights, self.biases if bias else None)
+        return self._add(both[:, : self.n], both[:, self.n :])
+
+    def add(self, base: Tensor, x: Tensor) -> Tensor:
+        """The same from what the layer gives without."""
+        return self._add(base, linear(x, self.weights[self.n :]))
+
+    def _add(self, base: Tensor, inner: Tensor) -> Tensor:
+        slots = self.wrapper._token_lora_indices[: len(base)]
+        return add_adapters(base, inner, self.b, slots, self.scalings, self.ends)
+
+
+def _of(module: Any) -> _Adapters | None:
+    found: _Adapters | None = vars(module).get("samebits_adapters")
+    return found
+
+
+def _joined(own: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _create_lora_modules(self: Any) -> None:
+        own(self)
+        scalings = torch.zeros(self.lora_slots, dtype=torch.float32, device=self.device)
+        self.samebits_scalings = scalings
+        for module in self.modules.values():
+            if type(module).__name__ in _LAYERS:
+                module.samebits_adapters = _join(module, scalings)
+
+    return _create_lora_modules
+
+
+def _join(module: Any, scalings: Tensor) -> _Adapters | None:
+    """Put all A of a layer behind its weight, and all B into one tensor. vLLM's own become views of them.
+
+    None: its weight is no matrix of the adapters' dtype.
+    """
+    stacked_a, stacked_b = module.lora_a_stacked, module.lora_b_stacked
+    weight, bias, biases = module.base_layer.weight, getattr(module.base_layer, "bias", None), None
+    (slots, _, rank, k), slices = stacked_a[0].shape, len(stacked_a)
+    ends = tuple(itertools.accumulate(b.shape[2] for b in stacked_b))
+    n, padded = ends[-1], -(-rank // GROUP) * GROUP
+    if weight.shape != (n, k) or weight.dtype != stacked_a[0].dtype:
+        return None
+    weights = torch.zeros(n + slots * slices * padded, k, dtype=weight.dtype, device=weight.device)
+    weights[:n] = weight.data
+    weight.data = weights[:n]
+    if bias is not None:
+        biases = bias.data.new_zeros(len(weights))
+        biases[:n] = bias.data
+        bias.data = biases[:n]
+    a, b = weights[n:].view(slots, slices, padded, k), stacked_b[0].new_zeros(slots, n, padded)
+    module.lora_a_stacked = tuple(a[:, i : i + 1, :rank] for i in range(slices))
+    spans = itertools.pairwise((0, *ends))
+    module.lora_b_stacked = tuple(b[:, None, begin:end, :rank] for begin, end in spans)
+    return _Adapters(weights, biases, n, b, ends, scalings, module.punica_wrapper)
+
+
+def _apply(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`own`, or by one product."""
+
+    def _apply_sync(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        adapters = _of(self)
+        if adapters is None or adapters.weights.data_ptr() != self.base_layer.weight.data_ptr():
+            return own(self, x, bias)  # the latter: other weights have been put into the layer
+        rows = x.flatten(0, -2)  # vLLM's Transformers backend gives a batch of one
+        out = adapters.apply(rows, bias is not None)
+        return out.view(*x.shape[:-1], out.shape[1])
+
+    return _apply_sync
+
+
+def _add(self: Any, x: Tensor, output: Tensor) -> Tensor:
+    adapters = _of(self)
+    if adapters is None:  # no adapter that has weights for it is active
+        return output
+    return adapters.add(output.flatten(0, -2), x.flatten(0, -2)).view(output.shape)
+
+
+def _update_metadata(
+    self: Any, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **_: Any
+) -> None:
+    """The slots of tokens alone. vLLM's kernels would take them sorted, too, and wait for the GPU."""
+    self.is_prefill = mapping.is_prefill
+    self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+
+
+def _embed(self: Any, x: Tensor) -> Tensor:
+    return self.base_layer(x)  # type: ignore[no-any-return]
 
 
 def _unscaled(self: Any) -> Any:
@@ -120,76 +231,32 @@ def _activate(own: Callable[..., bool]) -> Callable[..., bool]:
     def activate_adapter(self: Any, lora_id: int) -> bool:
         model = self._registered_adapters[lora_id]
         for name, module in self.modules.items():
-            if type(module).__name__ not in _LAYERS and self._get_lora_layer_weights(model, name):
+            if _of(module) is None and self._get_lora_layer_weights(model, name):
                 if not hasattr(model, "samebits_scaling"):  # of zeros, for a warm-up
                     continue
                 raise RefusedError(
                     f"the adapter {lora_id} for {name} of class {type(module).__name__}",
-                    "adapters of linear layers alone are covered",
+                    "adapters of linear layers in the model's dtype alone are covered",
                     "merge it on the trainer's side, and load the merged weights",
                 )
         if current_platform.is_cuda() and not hasattr(self, "samebits_ready"):  # vLLM's warm-up is the first
             self.samebits_ready = True
-            kernels.make_ready(kernels.grouped(_weights(self.modules), self.max_num_batched_tokens, 1))
+            _make_ready([*self.modules.values()], self.max_num_batched_tokens)
         activated = own(self, lora_id)
         if activated:
             at = self.lora_index_to_id.index(lora_id)
-            for wrapper in self.punica_wrapper_mapping.values():
-                _scalings(wrapper, self.lora_slots)[at] = getattr(model, "samebits_scaling", 1.0)
+            self.samebits_scalings[at] = getattr(model, "samebits_scaling", 1.0)
         return activated
 
     return activate_adapter
 
 
-def _weights(modules: dict[str, Any]) -> list[Tensor]:
-    """``[slots, K, N]``, of all layers."""
-    layers = [m for m in modules.values() if type(m).__name__ in _LAYERS]
-    return [w[:, 0].mT for m in layers for w in (*m.lora_a_stacked, *m.lora_b_stacked)]
-
-
-def _scalings(wrapper: Any, slots: int) -> Tensor:
-    """By slot, in memory that CUDA graphs may keep. The last is for tokens without an adapter."""
-    if not hasattr(wrapper, "samebits_scalings"):
-        wrapper.samebits_scalings = torch.zeros(slots + 1, dtype=torch.float32, device=wrapper.device)
-    scalings: Tensor = wrapper.samebits_scalings
-    return scalings
-
-
-def _routed(wrapper: Any, tokens: int, slots: int) -> tuple[Routed, Tensor]:
-    """Tokens by adapter, and the scalings of tokens."""
-    key = id(wrapper), tokens
-    if key not in _Step.routed:
-        adapters = wrapper._token_lora_indices[:tokens]
-        adapters = torch.where(adapters < 0, slots, adapters)  # behind all others
-        to = Routed(adapters[:, None], slots, 1)
-        to.scalings = _scalings(wrapper, slots)[adapters][:, None]  # type: ignore[attr-defined]
-        _Step.routed[key] = to
-    to = _Step.routed[key]
-    return to, to.scalings  # type: ignore[attr-defined]
-
-
-def _add_linear(
-    self: Any,
-    y: Tensor,
-    x: Tensor,
-    lora_a_stacked: tuple[Tensor, ...],
-    lora_b_stacked: tuple[Tensor, ...],
-    scale: float,
-    output_slices: tuple[int, ...],
-    *,
-    buffer: Any = None,
-    add_inputs: bool = True,
-    **more: Any,
-) -> Tensor:
-    if buffer is not None or scale != 1.0 or not add_inputs:
-        raise RefusedError("an adapter", "it is added by parts", "report it: this version is not covered")
-    to, scalings = _routed(self, len(x), len(lora_a_stacked[0]))
-    rows, begin = routed(x, to), 0
-    for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-        inner = grouped_mm(rows, a[:, 0].mT, to.ends)
-        outer = grouped_mm(inner, b[:, 0].mT, to.ends)
-        added = combined(outer, scalings, to).to(y.dtype)  # times the scaling, in float32
-        part = y[:, begin : begin + size]
-        part.copy_(part + added)
-        begin += size
-    return y
+def _make_ready(modules: list[Any], most: int) -> None:
+    """Compile and load what adapters of these layers need, of up to `most` tokens."""
+    found = [(of, type(m).__name__ == "ReplicatedLinearWithLoRA") for m in modules if (of := _of(m))]
+    weights = [of.weights for of, _ in found] + [of.weights[of.n :] for of, apart in found if apart]
+    if not found:
+        return
+    kernels.make_ready(kernels.products(weights, most))
+    kinds = {(of.b.shape, of.ends): of for of, _ in found}.values()
+    kernels.make_ready([partial(of.apply, of.weights[:1], False) for of in kinds])

@@ -27,7 +27,7 @@ def report() -> Report:
 
 
 def test_cases_cover_kernels_dtypes_and_kinds_of_values() -> None:
-    layers = {"add_rms_norm", "rotary", "norm_rotary", "gated", "gather_logp"}
+    layers = {"add_rms_norm", "rotary", "norm_rotary", "gated", "gather_logp", "add_adapters"}
     others = {"activation", "rsqrt", "causal_conv1d", "state_space", "delta"}
     assert {c.kernel for c in CASES} == layers | others
     for name in layers:

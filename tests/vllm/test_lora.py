@@ -21,11 +21,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def adapted(folders: Callable[[str], Path], tmp_path: Path) -> Any:
-    """The trainer's model with all adapters, and a folder with these."""
+@pytest.fixture(params=["granite", "qwen2", "olmo2"])
+def adapted(request: pytest.FixtureRequest, folders: Callable[[str], Path], tmp_path: Path) -> Any:
+    """A model's name; the trainer's with all adapters, and a folder with these.
+
+    Qwen2 has biases. vLLM runs the code of `transformers` for OLMo 2.
+    """
     peft = pytest.importorskip("peft", reason="peft is not installed: .ci/vllm.txt has it")
-    model: Any = trainer(folders("granite"))
+    model: Any = trainer(folders(request.param))
     for name, options in ADAPTERS.items():
         config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
         if isinstance(model, peft.PeftModel):
@@ -37,7 +40,7 @@ def adapted(folders: Callable[[str], Path], tmp_path: Path) -> Any:
             if "lora_" in key:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(tmp_path)
-    return model.eval(), tmp_path
+    return request.param, model.eval(), tmp_path
 
 
 def test_adapters_beside_each_other(adapted: Any, engine: Engine) -> None:
@@ -45,8 +48,8 @@ def test_adapters_beside_each_other(adapted: Any, engine: Engine) -> None:
 
     from samebits.vllm.check import replayed
 
-    model, folder = adapted
-    llm = engine("granite", enable_lora=True, max_lora_rank=16, max_loras=2)
+    name, model, folder = adapted
+    llm = engine(name, enable_lora=True, max_lora_rank=16, max_loras=2)
     requests = {a: LoRARequest(a, i, str(folder / a)) for i, a in enumerate(ADAPTERS, 1)}
     asked = prompts(6, 3, 30)
     of = ["wide", None, "narrow", "wide", "narrow", None]

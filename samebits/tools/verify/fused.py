@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from samebits.ops import activation as alone
+from samebits.ops.adapters import add_adapters
 from samebits.ops.add_rms_norm import add_rms_norm
 from samebits.ops.expand import sum_over_broadcast
 from samebits.ops.gated import ACTIVATIONS, gated
@@ -80,7 +81,7 @@ _OF_IDS = ((1, 1, 1), (3, 129, 5), (2, 9000, 21), (1, 150_000, 2), (70, 1000, 30
 
 def fused_cases(thorough: bool) -> list[FusedCase]:
     """All cases."""
-    every = (_norms, _rotations, _normed_rotations, _gates, _functions, _of_ids, _recurrent)
+    every = (_norms, _rotations, _normed_rotations, _gates, _functions, _of_ids, _adapters, _recurrent)
     return [case for cases in every for case in cases(3 if thorough else 1)]
 
 
@@ -324,6 +325,40 @@ def _gate_gradients(activation: Any, limit: float | None, packed: Tensor) -> Res
             *torch.autograd.grad(gated(*apart, **options), apart, grad),
             *torch.autograd.grad(gated(apart[0].detach(), apart[1], **options), apart[1], grad),
         )
+
+
+_ADAPTED = (
+    *((1, 4, 16, (64, 80, 96)), (9, 3, 32, (72,)), (40, 5, 16, (30, 57)), (17, 2, 64, (96, 192))),
+    (70, 9, 16, (128,)),
+)
+"""Tokens, slots, ranks, and where slices end."""
+
+
+def _adapters(times: int) -> Iterator[FusedCase]:
+    for dtype, kind in itertools.product(DTYPES, KINDS):
+        for tokens, slots, rank, ends in _ADAPTED[: 2 + times]:
+            draw = partial(_drawn_adapters, kind, tokens, slots, rank, ends, dtype)
+            name = f"{tokens} tokens, {slots} adapters of rank {rank}, slices to {ends}, {dtype}, {kind}"
+            yield FusedCase("add_adapters", "shapes", name, draw, partial(_adapted, ends))
+
+
+def _drawn_adapters(
+    kind: str, tokens: int, slots: int, rank: int, ends: tuple[int, ...], dtype: torch.dtype
+) -> Results:
+    inner, b = (tokens, slots * len(ends) * rank), (slots, ends[-1], rank)
+    drawn = _drawn(kind, (inner, dtype), (b, dtype), ((tokens, ends[-1]), dtype))
+    whose = torch.randint(-1, slots, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    return *drawn, whose, torch.linspace(-0.3, 2.1, slots)
+
+
+def _adapted(
+    ends: tuple[int, ...], inner: Tensor, b: Tensor, base: Tensor, whose: Tensor, scalings: Tensor
+) -> Results:
+    """Of each token's own adapter, of one for all, and of none; from one matrix, too."""
+    near, far = torch.cat((base, inner), 1).split((base.shape[1], inner.shape[1]), 1)
+    slots = whose, torch.full_like(whose, len(b) - 1), torch.full_like(whose, len(b))
+    found = [add_adapters(base, inner, b, of, scalings, ends) for of in slots]
+    return *found, add_adapters(near, far, b, whose, scalings, ends)
 
 
 def _functions(times: int) -> Iterator[FusedCase]:
