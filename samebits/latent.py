@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samebits.ops._products import product_into
 from samebits.ops.matmul import matmul
 
-__all__ = ["PROVEN", "Absorbed", "absorb", "absorbed", "expanded"]
+__all__ = ["PROVEN", "Absorbed", "absorb", "absorbed", "expanded", "queries_of_rows", "values_of_rows"]
 
 PROVEN = tuple(
     f"transformers.models.{name}.modeling_{name}"
@@ -46,6 +47,29 @@ def absorbed(q: Tensor, weight: Tensor, size: int) -> Tensor:
 def expanded(out: Tensor, weight: Tensor, size: int) -> Tensor:
     """Values of heads, ``[..., heads, tokens, value size]``, of outputs ``[..., heads, tokens, latent]``."""
     return matmul(out, _of_heads(weight, out.shape[-3])[:, size:].mT)
+
+
+def queries_of_rows(q: Tensor, weight: Tensor, size: int) -> Tensor:
+    """As :func:`absorbed`, of an engine's ``q[tokens, heads, size + rotated]``, without gradients.
+
+    Results are ``[tokens, heads, latent + rotated]``, contiguous.
+    """
+    latent = weight.shape[1]
+    out = q.new_empty(*q.shape[:-1], latent + q.shape[-1] - size)
+    product_into(
+        out[..., :latent].transpose(0, 1),
+        q[..., :size].transpose(0, 1),
+        _of_heads(weight, q.shape[1])[:, :size],
+    )
+    out[..., latent:] = q[..., size:]
+    return out
+
+
+def values_of_rows(latent: Tensor, weight: Tensor, size: int, out: Tensor) -> None:
+    """As :func:`expanded`, of ``latent[tokens, heads, latent]`` into ``out[tokens, heads * value size]``."""
+    of_values = _of_heads(weight, latent.shape[1])[:, size:]
+    to = out.view(*latent.shape[:2], of_values.shape[1]).transpose(0, 1)
+    product_into(to, latent.transpose(0, 1), of_values.mT)
 
 
 class Absorbed(nn.Module):

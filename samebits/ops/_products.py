@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Later, broadcast, contract_of, module_for
+from samebits.backends import Key, Later, broadcast, chosen_backend, contract_of, module_for, pack_key
 from samebits.backends.replay import kept, replayed
+from samebits.contract import resolve
 from samebits.ops._autograd import EXTRAORDINARY
 from samebits.ops._operator import Operator
 from samebits.ops._sequences import check_offsets, sequences
@@ -36,6 +37,14 @@ product = Operator(
     cpu=_run_product,
     fake=_fake_product,
 )
+
+
+def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``a[B, M, K] @ b[B, K, N]`` into ``out[B, M, N]`` of any strides, unchecked and without gradients."""
+    kind = a.device.type
+    key = pack_key(resolve(None, a.dtype, kind), chosen_backend(kind, "matmul"))
+    backend, contract = module_for("matmul", a, key)
+    backend.matmul_later(out, a, b, contract=contract)()
 
 
 def _product_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

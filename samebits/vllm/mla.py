@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from samebits.engines.hooks import Hooks
 from samebits.engines.refusals import RefusedError
-from samebits.latent import PROVEN, absorbed, expanded
+from samebits.latent import PROVEN, queries_of_rows, values_of_rows
 from samebits.vllm.attention import NAME, PagedAttention, slots
 
 __all__ = ["SamebitsMLABackend", "install", "instances"]
@@ -150,13 +150,12 @@ def _attend(
     if attn_metadata is None:  # profiling
         return output.fill_(0)
     tokens, size, weight = attn_metadata.num_actual_tokens, self.qk_nope_head_dim, self.kv_b_proj.weight
-    by_head = absorbed(q[:tokens].transpose(0, 1), weight, size).transpose(0, 1)
+    by_head = queries_of_rows(q[:tokens], weight, size)
     keys = kv_cache[:, :, None]
     values = keys[..., : self.kv_lora_rank]
     latent = by_head.new_empty(tokens, self.num_heads, self.kv_lora_rank)
     self.impl.attend(by_head, keys, values, attn_metadata, latent)
-    heads = expanded(latent.transpose(0, 1), weight, size).transpose(0, 1)
-    output[:tokens] = heads.reshape(tokens, -1)
+    values_of_rows(latent, weight, size, output[:tokens])
     return output
 
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from samebits.engines.kernels import grouped, grouped_in_fp8, make_ready, products, row_counts, sorts
-from samebits.latent import absorbed, expanded
+from samebits.latent import queries_of_rows, values_of_rows
 from samebits.vllm import fp8, recurrent
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import experts_of
@@ -105,11 +105,12 @@ def _of_heads(model: nn.Module, dtype: torch.dtype, tokens: int) -> Iterator[Cal
     if not layers:
         return
     own, weight = layers[0], layers[0].kv_b_proj.weight.data  # all layers are alike
-    x = torch.zeros(tokens, own.num_heads, own.qk_head_dim, dtype=dtype, device="cuda").transpose(0, 1)
-    latent = torch.zeros(tokens, own.num_heads, own.kv_lora_rank, dtype=dtype, device="cuda").transpose(0, 1)
+    x = torch.zeros(tokens, own.num_heads, own.qk_head_dim, dtype=dtype, device="cuda")
+    latent = torch.zeros(tokens, own.num_heads, own.kv_lora_rank, dtype=dtype, device="cuda")
+    out = torch.empty(tokens, own.num_heads * own.v_head_dim, dtype=dtype, device="cuda")
     for n in row_counts(tokens):
-        yield partial(absorbed, x[:, :n], weight, own.qk_nope_head_dim)
-        yield partial(expanded, latent[:, :n], weight, own.qk_nope_head_dim)
+        yield partial(queries_of_rows, x[:n], weight, own.qk_nope_head_dim)
+        yield partial(values_of_rows, latent[:n], weight, own.qk_nope_head_dim, out[:n])
 
 
 def _step(tokens: int, batch: int, columns: int) -> SimpleNamespace:

@@ -69,6 +69,26 @@ def test_products_are_those_of_each_head() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("sizes", [(3, 12, 8, 5, 32), (4, 64, 32, 64, 128)])
+def test_an_engine_has_the_same_products_in_its_layout(
+    device: str, tokens: int, sizes: tuple[int, ...]
+) -> None:
+    heads, size, rotated, of_values, inner = sizes
+    dtype = torch.bfloat16
+    q = values("normal", (tokens, heads, size + rotated), dtype, 1, device)
+    weight = values("normal", (heads * (size + of_values), inner), dtype, 2, device)
+    x = values("normal", (tokens, heads, inner), dtype, 3, device)
+    found = latent.queries_of_rows(q, weight, size)
+    assert found.is_contiguous()
+    assert_same_bits(found, latent.absorbed(q.transpose(0, 1), weight, size).transpose(0, 1))
+    out = torch.full((tokens, heads * of_values), torch.nan, dtype=dtype, device=device)
+    latent.values_of_rows(x, weight, size, out)
+    expected = latent.expanded(x.transpose(0, 1), weight, size).transpose(0, 1)
+    assert_same_bits(out, expected.reshape(out.shape))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_has_the_same_bits_however_it_is_fed(kind: str, device: str) -> None:
     """Alone, in a batch, behind padding, in decoding; close to the expanded form."""

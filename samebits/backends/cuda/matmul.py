@@ -109,8 +109,8 @@ def matmul_later(
 ) -> Later:
     """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
-    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. A contract with segments takes no
-    values to start from.
+    All may have a batch dimension in front. Under TENSOR_CORE the parts of a chain must be cut at multiples
+    of 16. A contract with segments takes no values to start from.
     """
     refuse_start(contract, accumulate)
     return _later(_call(a, b, out, contract, bias=bias, accumulate=accumulate))

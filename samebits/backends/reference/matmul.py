@@ -95,12 +95,14 @@ def matmul_later(
 ) -> Later:
     """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
-    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. A contract with segments takes no
-    values to start from. The result is written immediately, because no user's tensor is passed as ``out``.
+    All may have a batch dimension in front. Under TENSOR_CORE the parts of a chain must be cut at multiples
+    of 16. A contract with segments takes no values to start from. The result is written immediately, because
+    no user's tensor is passed as ``out``.
     """
     refuse_start(contract, accumulate)
-    start = _array(out, np.float32)[None].copy() if accumulate else None
-    out.copy_(_finish(_plain(a[None, None], b[None, None], contract, start), bias, out.dtype)[0])
+    a, b, to = (t if t.ndim == 3 else t[None] for t in (a, b, out))
+    start = _array(to, np.float32).copy() if accumulate else None
+    to.copy_(_finish(_plain(a[:, None], b[:, None], contract, start), bias, out.dtype))
     return int
 
 

@@ -90,8 +90,8 @@ def matmul_later(
 ) -> Later:
     """``a[M, K] @ b[K, N] (+ bias[N])`` into ``out``. Chains start from +0, or from the values in ``out``.
 
-    Under TENSOR_CORE the parts of a chain must be cut at multiples of 16. A contract with segments takes no
-    values to start from.
+    All may have a batch dimension in front. Under TENSOR_CORE the parts of a chain must be cut at multiples
+    of 16. A contract with segments takes no values to start from.
     """
     refuse_start(contract, accumulate)
     return partial(_run_plain, Operands(a, b, out, bias, out if accumulate else None), contract)
