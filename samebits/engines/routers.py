@@ -51,7 +51,7 @@ class _Form(NamedTuple):
         if self.wide:
             x, weight = x.to(torch.float32), weight.to(torch.float32)
         logits = linear(x, weight, getattr(router, "bias", None))
-        bias = getattr(router, _BIAS) if self.biased else None
+        bias = getattr(router, _BIAS).to(torch.float32) if self.biased else None
         return logits, *topk_routing(logits, bias=bias, dtype=dtype, **self.options)
 
     def agrees(self, router: Any, x: Tensor, theirs: tuple[Tensor, Tensor, Tensor]) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "Norm",
     "NormRotary",
     "Rotary",
+    "moved",
     "only",
     "own_class",
     "plain",
@@ -48,6 +49,12 @@ def only(form: Any, dtypes: Collection[torch.dtype]) -> Any:
     """A form in these dtypes alone."""
     kinds = {name: getattr(form, name) for name in ("proven", "after_sum") if hasattr(form, name)}
     return replace(form, **{name: tuple(k for k in of if k[1] in dtypes) for name, of in kinds.items()})
+
+
+def moved(form: Any, device: str) -> Any:
+    """A form on another type of device."""
+    kinds = {name: getattr(form, name) for name in ("proven", "after_sum") if hasattr(form, name)}
+    return replace(form, **{name: tuple((device, *k[1:]) for k in of) for name, of in kinds.items()})
 
 
 def unhooked(module: Any) -> bool:

@@ -18,10 +18,10 @@ from samebits.fusion.forms import subclass
 from samebits.fusion.probe import DTYPES, DiffersError, UnfitError, compare, name_of
 from samebits.fusion.proofs import Forms
 from samebits.fusion.report import Fused, Fusion, Left, Swap
-from samebits.fusion.source import GATE, LOSS, LOSS_OF_LOGITS, NORM_ROTARY, Plan, plan
+from samebits.fusion.source import GATE, LOSS, LOSS_OF_LOGITS, NORM_ROTARY, ROTARY, SUM, Plan, plan
 from samebits.mode import batch_invariant
 
-__all__ = ["fuse"]
+__all__ = ["fuse", "fuse_parts"]
 
 NORM = "RMS norm"
 Unit = tuple[int, ...]
@@ -82,7 +82,7 @@ def fuse(model: nn.Module, inputs: Any = None, *, loss: bool = False) -> Fusion:
             f"samebits.fuse: model: expected parameters on a CPU or a GPU, got {device}: load its weights"
             " first"
         )
-    fuser = _Fuser(model, device, loss)
+    fuser = _Fuser(model, Forms(device, loss))
     try:
         groups = fuser.plans()  # before any class is another
         fuser.norms()
@@ -91,6 +91,28 @@ def fuse(model: nn.Module, inputs: Any = None, *, loss: bool = False) -> Fusion:
     except BaseException:
         fuser.result().undo()
         raise
+    return fuser.result()
+
+
+_ALONE = (SUM, GATE, ROTARY)
+"""What :func:`fuse_parts` fuses in the forwards of modules."""
+
+
+def fuse_parts(model: nn.Module) -> Fusion:
+    """Let modules of ``transformers`` run fused operators, in a model that cannot be called: an engine's.
+
+    They are those of :func:`fuse`, but for losses, and norms of heads that then turn. Each is proven as
+    :func:`fuse` does it, alone, on the CPU. What puts it in its place is the same. Modules as a whole are not
+    compared: for a model as a whole, ``samebits parity`` does.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    fuser = _Fuser(model, Forms(torch.device("cpu"), runs_on=device.type))
+    fuser.modules = [(n, m) for n, m in fuser.modules if type(m).__module__.startswith("transformers.")]
+    with torch.device("cpu"), torch.inference_mode(False):
+        groups = fuser.plans()
+        fuser.norms()
+        for group in groups:
+            fuser.take(group)
     return fuser.result()
 
 
@@ -108,8 +130,8 @@ class _Group:
 
 
 class _Fuser:
-    def __init__(self, model: nn.Module, device: torch.device, loss: bool) -> None:
-        self.model, self.device, self.forms = model, device, Forms(device, loss)
+    def __init__(self, model: nn.Module, forms: Forms) -> None:
+        self.model, self.forms = model, forms
         self.swapped: list[Swap] = []
         self.made: dict[Any, Any] = {}
         self.fused: dict[tuple[str, str], tuple[list[str], set[torch.dtype]]] = {}
@@ -132,7 +154,7 @@ class _Fuser:
             tuple(
                 Left(kind, what, tuple(names), reason) for (kind, what, reason), names in self.left.items()
             ),
-            self.device.type,
+            self.forms.runs_on,
             self.swapped,
         )
 
@@ -247,6 +269,25 @@ class _Fuser:
                 else:
                     self.lacks(name, m, what[unit], whys.get(unit, "its own code runs in no dtype"))
             if any(proven.values()):
+                self.swap(m, fused)
+
+    def take(self, group: _Group) -> None:
+        """Fuse what is proven by itself."""
+        own = group.plan
+        dtypes = {i: _dtypes(form, of) for i, (what, form, of) in enumerate(own.sites) if what in _ALONE}
+        try:
+            fused = subclass(type(group.modules[0][1]), own.own.__name__, own.make(dtypes))
+        except UnfitError as error:
+            dtypes, why = {}, str(error)
+        else:
+            why = "it is proven in whole modules alone"
+        for name, m in group.modules:
+            for i, (what, *_) in enumerate(own.sites):
+                if i in dtypes:
+                    self.has(name, m, what, [*dtypes[i]])
+                else:
+                    self.lacks(name, m, what, why)
+            if dtypes:
                 self.swap(m, fused)
 
     def right(

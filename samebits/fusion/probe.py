@@ -83,11 +83,11 @@ def name_of(dtype: torch.dtype) -> str:
 def rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     """Random rows of several scales. Some are zero, of both signs, as gradients of padding are."""
     g = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=g)
+    x = torch.randn(shape, generator=g, dtype=torch.float32)
     lead = (*shape[:-1], 1)
     x = x * torch.exp2(torch.randint(-8, 5, lead, generator=g).float())
-    x = torch.where(torch.rand(lead, generator=g) < 0.15, 0.0 * x, x)
-    x = torch.where(torch.rand(shape, generator=g) < 0.05, 0.0 * x, x)
+    x = torch.where(torch.rand(lead, generator=g, dtype=torch.float32) < 0.15, 0.0 * x, x)
+    x = torch.where(torch.rand(shape, generator=g, dtype=torch.float32) < 0.05, 0.0 * x, x)
     return x.to(device, dtype)
 
 
@@ -95,7 +95,7 @@ def weights(like: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     """Random weights. Products with them neither vanish nor overflow."""
     g = torch.Generator(like.device).manual_seed(seed)
     terms = like.shape[-1] if like.ndim > 1 else 1
-    x = torch.randn(like.shape, generator=g, device=like.device)
+    x = torch.randn(like.shape, generator=g, dtype=torch.float32, device=like.device)
     return (x / math.sqrt(max(1, terms))).to(dtype)
 
 

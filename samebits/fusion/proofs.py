@@ -5,6 +5,7 @@ Each form that may be meant is compared with the code on random operands (:mod:`
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from samebits.fusion.forms import (
     Norm,
     NormRotary,
     Rotary,
+    moved,
     own_class,
     subclass,
 )
@@ -309,7 +311,8 @@ def _case_of_rotary(
         name: rows((*lead, n, size) if axis == -2 else (*lead[:-1], n, 5, size), dtype, device, n)
         for n, name in enumerate(form.tensors, 3)
     }
-    angles = torch.rand((*lead, size // part), generator=torch.Generator().manual_seed(9)) * 6
+    generator = torch.Generator().manual_seed(9)
+    angles = torch.rand((*lead, size // part), generator=generator, dtype=torch.float32) * 6
     fixed: dict[str, Any] = {"cos": angles.cos().to(device, table)}
     fixed["sin"] = (angles + 0.5).sin().to(device, table)
     if form.default is not None:
@@ -340,16 +343,29 @@ def _traits(module: nn.Module) -> Any:
 _kept: list[Any] = []
 
 
+@functools.cache
+def _on(form: Any, device: str) -> Any:
+    """A form on a type of device."""
+    if moved(form, device) == form:
+        return form
+    form = moved(form, device)
+    if isinstance(form, Norm) and form.fused is not None:
+        form = replace(form, fused=subclass(form.kind, "forward", form.norm()))
+    return form
+
+
 class Forms:
     """The forms of what a model has, on one device.
 
     Attributes:
+        device: where they are proven.
+        runs_on: the type of device where they run: the mode has the same bits on all.
         loss: kinds of operands for which the loss is to be fused with its head.
         of_logits: the same, for a loss from logits.
     """
 
-    def __init__(self, device: torch.device, loss: bool = False) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, loss: bool = False, runs_on: str | None = None) -> None:
+        self.device, self.runs_on = device, runs_on or device.type
         self.loss: tuple[Kind, ...] = tuple((device.type, d) for d in DTYPES) if loss else ()
         self.of_logits: tuple[Kind, ...] = tuple((device.type, d) for d in DTYPES if d.itemsize == 2)
 
@@ -357,7 +373,8 @@ class Forms:
         key = self.device.type, key
         if key not in known:
             known[key] = find()
-        return known[key]
+        form, why = known[key]
+        return form if form is None else _on(form, self.runs_on), why
 
     def norm(self, module: nn.Module) -> tuple[Norm | None, str]:
         """The form of a module, and why it has none, or not in every dtype."""
@@ -401,5 +418,5 @@ class Forms:
         dtypes = {kind[1] for kind in rotary.proven}
         for norm in (of_q, of_k):
             dtypes &= {kind[1] for kind in norm.after_sum}
-        found = tuple((self.device.type, d) for d in DTYPES if d in dtypes)
+        found = tuple((self.runs_on, d) for d in DTYPES if d in dtypes)
         return NormRotary((of_q, of_k), rotary, found) if found else None

@@ -17,10 +17,11 @@ from samebits.engines.experts import SHARED, bind_experts, blocks_of_transformer
 from samebits.engines.hooks import Hooks
 from samebits.engines.layers import keep_weights
 from samebits.engines.refusals import RefusedError
+from samebits.engines.routers import fuse_router
 from samebits.vllm import fp8
 from samebits.vllm.parallel import split_experts
 
-__all__ = ["blocks", "experts_of", "install", "replaced", "set_experts"]
+__all__ = ["blocks", "experts_of", "install", "replaced", "routers", "set_experts"]
 
 
 def install(hooks: Hooks) -> None:
@@ -76,9 +77,23 @@ def set_experts(model: nn.Module, config: Any, contract: Contract | None) -> Non
         _bind(what, by.experts, block.experts)
         if isinstance(block.experts, TransformersMoERunner):  # all else in the block is of transformers
             block.experts.forward = by.experts.forward
+            for router in _own_routers(block):
+                fuse_router(router)
         else:
             replace_block(what, by, block)
             _sum_shared(block)
+
+
+def _own_routers(block: nn.Module) -> list[nn.Module]:
+    """The router of a block, if it is that of ``transformers``."""
+    found: list[nn.Module] = [getattr(block, name) for name in routers_of(block)]
+    return [router for router in found if type(router).__module__.startswith("transformers.")]
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """Those of ``transformers`` in all blocks that are fused."""
+    found = [router for _, block in blocks(model) for router in _own_routers(block)]
+    return [router for router in found if "forward" in vars(router)]
 
 
 def _bind(what: str, own: Any, runner: MoERunner) -> None:

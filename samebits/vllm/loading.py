@@ -17,6 +17,7 @@ from vllm.v1.engine.core import EngineCore
 
 from samebits.engines import frequencies
 from samebits.engines.hooks import Hooks
+from samebits.fusion import fuse_parts
 from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
 from samebits.mode.calls import outermost
 from samebits.vllm import parallel, sampling
@@ -76,6 +77,7 @@ def _load(own: Callable[..., nn.Module], hooks: Hooks) -> Callable[..., nn.Modul
         set_experts(model, model_config.hf_text_config, parallel.contract_of(vllm_config))
         set_layers(model, vllm_config, hooks)
         check_model(model, vllm_config)
+        fuse_parts(model)
         parallel.set_contracts(model, vllm_config)
         _set_frequencies(model, model_config)
         _set_norms(model)

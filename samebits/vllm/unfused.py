@@ -1,7 +1,7 @@
 """vLLM's Transformers backend (``model_impl="transformers"``) without its fusers.
 
 It runs ``transformers``' own modelling code. Linear layers, head, attention and log-probs are vLLM's, which
-other hooks replace. What the backend would fuse rounds otherwise.
+other hooks replace. What the backend would fuse rounds otherwise. ``loading.py`` fuses what keeps its bits.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from samebits.engines.kernels import grouped, grouped_in_fp8, make_ready, produc
 from samebits.latent import queries_of_rows, values_of_rows
 from samebits.vllm import fp8, recurrent
 from samebits.vllm.attention import PagedAttention
-from samebits.vllm.experts import experts_of
+from samebits.vllm.experts import experts_of, routers
 from samebits.vllm.parallel import contract_of, of_layer, of_rank
 
 __all__ = ["warm_up"]
@@ -74,6 +74,7 @@ def warm_up(model: nn.Module, config: Any) -> None:
     make_ready([call for key, of in experts.items() for call in grouped(of, tokens, slots, *key)])
     calls += grouped_in_fp8(experts_in_fp8, tokens, slots, config.model_config.dtype)
     calls += sorts({len(layer.w13_weight) for layer in layers_of_experts}, tokens, slots)
+    calls += _routers(model, config.model_config.dtype, tokens)
     for _ in range(2):  # a call stops at the first kernel that is not loaded, and has two
         make_ready(calls)
     make_ready([*_attention(model, config, tokens, sequences)])
@@ -97,6 +98,16 @@ def _attention(model: nn.Module, config: Any, tokens: int, sequences: int) -> It
             out = x.new_empty(n, own.num_heads, v.shape[-1])
             for batch in sorted({min(b, n, sequences) for b in (1, 8, 64, n)}):
                 yield partial(own.attend, x, k, v, _step(n, batch, columns), out)
+
+
+def _routers(model: nn.Module, dtype: torch.dtype, tokens: int) -> list[Callable[[], object]]:
+    """Calls of each kind of fused router of ``transformers``, for all :func:`row_counts`."""
+    kinds: dict[Any, Any] = {(type(r), r.weight.shape): r for r in routers(model)}
+    calls: list[Callable[[], object]] = []
+    for router in kinds.values():
+        x = torch.zeros(tokens, router.weight.shape[1], dtype=dtype, device="cuda")
+        calls += [partial(router, x[:n]) for n in row_counts(tokens)]
+    return calls
 
 
 def _of_heads(model: nn.Module, dtype: torch.dtype, tokens: int) -> Iterator[Callable[[], object]]:

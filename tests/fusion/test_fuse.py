@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers")
 
 import samebits
-from samebits.fusion import loss, proofs
+from samebits.fusion import fuse_parts, loss, proofs
 from samebits.mode import batch_invariant
 from samebits.testing import assert_same_bits
 from tests.fusion.support import assert_same, ids, llama, step
@@ -73,6 +73,61 @@ def test_a_model_keeps_its_bits_and_its_keys(calls: Counter[str]) -> None:
         calls.clear()
         model.generate(ids(1, 4), max_new_tokens=3, do_sample=False)
     assert calls == {"add_rms_norm": 15, "norm_rotary": 6, "gated": 6}
+
+
+def test_an_engines_modules_are_fused_without_a_call(calls: Counter[str]) -> None:
+    class Norm(nn.Module):  # not of transformers
+        weight: Tensor
+        variance_epsilon: float
+
+        forward = type(llama().model.norm).forward
+
+    model = llama()
+    expected, others = step(model), Norm()
+    others.weight, others.variance_epsilon = nn.Parameter(torch.ones(8)), 1e-6
+    calls.clear()
+    fusion = fuse_parts(nn.ModuleList([model, others]))
+    assert kinds(fusion) == {
+        "RMS norm": 9,
+        "residual sum and RMS norm": 2,
+        "gated activation": 2,
+        "rotary positions": 2,
+    }
+    assert type(others) is Norm
+    calls.clear()
+    assert_same(step(model), expected)
+    assert calls == {"add_rms_norm": 9, "rotary": 2, "gated": 2}
+    fusion.undo()
+    calls.clear()
+    assert_same(step(model), expected)
+    assert not calls
+
+
+def test_proofs_do_not_depend_on_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    monkeypatch.setattr(proofs, "known", {})
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as engines do while they load
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            fusion = fuse_parts(model)
+    finally:
+        torch.set_default_dtype(dtype)
+    assert all(torch.bfloat16 in f.dtypes for f in fusion.fused)
+    assert len(fusion.fused) == 4
+
+
+def test_what_runs_on_a_gpu_is_proven_on_the_cpu() -> None:
+    model = llama()
+    on_gpu = proofs.Forms(torch.device("cpu"), runs_on="cuda")
+    form, _ = on_gpu.norm(model.model.norm)
+    own, _ = proofs.Forms(torch.device("cpu")).norm(model.model.norm)
+    assert form is not None
+    assert own is not None
+    assert {k[0] for k in form.proven} == {k[0] for k in form.after_sum} == {"cuda"}
+    assert [k[1:] for k in form.proven] == [k[1:] for k in own.proven]
+    assert form.fused is not own.fused
+    assert on_gpu.norm(model.model.norm)[0] is form
 
 
 class Passes(TorchDispatchMode):

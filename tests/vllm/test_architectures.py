@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,14 +48,30 @@ def test_latent_attention_in_its_absorbed_form(
     engine: Engine,
     folders: Callable[[str], Path],
 ) -> None:
+    from samebits.fusion import forms
     from samebits.latent import absorb
     from samebits.vllm.check import replayed
+    from samebits.vllm.experts import routers
+
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return own(*args, **kwargs)
+
+        return run
 
     monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
     llm = engine("deepseek_v3")
     assert llm.llm_engine.vllm_config.model_config.use_mla
+    assert routers(llm.llm_engine.model_executor.driver_worker.get_model())
     model = trainer(folders("deepseek_v3"))
+    for name in ("add_rms_norm", "gated"):
+        monkeypatch.setattr(forms, name, counted(name, getattr(forms, name)))
     outputs = generate(llm, prompts(4, 3, 40), prompt_logprobs=0)
+    layers = model.config.num_hidden_layers
+    assert calls["gated"] / layers == calls["add_rms_norm"] / (1 + 4 * layers) > 0
     assert not replayed(model, outputs)
     absorb(model)
     parity = replayed(model, outputs)

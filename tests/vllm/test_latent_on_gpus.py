@@ -78,6 +78,7 @@ class Layer(nn.Module):
 def test_layers_before_0_27_hand_latent_vectors_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.attention import mla_attention
 
+    from samebits.fusion import fuse_parts
     from samebits.latent import absorb
     from samebits.vllm import mla
 
@@ -100,7 +101,16 @@ def test_layers_before_0_27_hand_latent_vectors_on(monkeypatch: pytest.MonkeyPat
     with torch.no_grad(), samebits.batch_invariant():
         out = model(ids, use_cache=False, attention_instances=found).logits
         expected = trainer(ids, use_cache=False).logits
-    samebits.testing.assert_same_bits(out, expected)
+        samebits.testing.assert_same_bits(out, expected)
+        kinds = {f.what: len(f.names) for f in fuse_parts(model).fused}
+        assert kinds == {
+            "RMS norm": 9,
+            "gated activation": 2,
+            "residual sum and RMS norm": 2,
+            "rotary positions": 2,
+        }
+        out = model(ids, use_cache=False, attention_instances=found).logits
+        samebits.testing.assert_same_bits(out, expected)
 
 
 def test_layers_that_were_not_proven_are_refused() -> None:
