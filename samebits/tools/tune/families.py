@@ -113,7 +113,7 @@ def _product(shape: ProductShape, device: int) -> Contest:
     )
 
 
-# ---- Products of groups, as large as one another: no table knows how tokens will fall ----
+# ---- Products of groups: no table knows how tokens will fall ----
 
 
 def grouped_product(s: GroupedShape, device: int) -> GroupedProduct:
@@ -127,6 +127,11 @@ def grouped_product(s: GroupedShape, device: int) -> GroupedProduct:
         b = _matrix(s.dtype, s.k, s.n, s.groups, not s.b_by_k, s.aligned)
         out = _matrix(s.out, s.rows, s.n, 0, True, s.aligned)
     return GroupedProduct(s.step, device, a, b, out, accumulate=s.accumulate)
+
+
+def _ends(rows: int, groups: int) -> Tensor:
+    """Where groups end if each row falls into one at random. Equal ones would suit tiles that divide them."""
+    return torch.randint(groups, (rows,)).bincount(minlength=groups).cumsum(0).to(torch.int32)
 
 
 def _grouped(shape: GroupedShape, device: int) -> Contest:
@@ -151,8 +156,7 @@ def _grouped(shape: GroupedShape, device: int) -> Contest:
         return Way(kernel.name, s, plan)
 
     def operands() -> tuple[Tensor, ...]:
-        ends = torch.linspace(0, shape.rows, shape.groups + 1, device=place(device))[1:]
-        offs = ends.round().to(torch.int32)
+        offs = _ends(shape.rows, shape.groups).to(place(device))
         given = make(p.a, device), make(p.b, device), offs
         return (*given, make(p.out, device)) if shape.accumulate else given
 

@@ -23,7 +23,7 @@ from samebits.backends.product import Operands, Product
 from samebits.backends.token_logps import Rows
 from samebits.testing import assert_same_bits
 from samebits.tools.shapes import read_shapes
-from samebits.tools.tune import Outcome, families
+from samebits.tools.tune import Outcome, contest, families
 from samebits.tools.tune.families import product
 from tests.support.fake_gpu import INFO, FakeGpu, fake_gpu
 
@@ -431,6 +431,23 @@ def test_contests_of_groups() -> None:
         for way in of.ways:  # verify proves each kind
             assert replace(way.schedule, group=16, early=False) in kinds
             kernel.plan(p, way.schedule)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_contests_of_groups_have_groups_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 256 rows in each group, a tile of 256 rows would win, and need a second one in practice."""
+    for module in (families, contest):
+        monkeypatch.setattr(module, "place", lambda device: "cpu")
+    of = families.contest(GroupedShape("mma", "bfloat16", "bfloat16", 32, 32 * 256, 64, k=64), 0)
+    assert of is not None
+    torch.manual_seed(0)
+    offs = [of.operands()[2] for _ in range(2)]
+    assert not torch.equal(*offs)  # each set of operands has its own
+    for ends in offs:
+        assert (ends.dtype, ends[-1]) == (torch.int32, 32 * 256)
+        rows = ends.diff(prepend=ends.new_zeros(1))
+        assert 8 <= (rows > 256).sum() <= 24
+        assert 128 < rows.min() <= rows.max() < 384
 
 
 @pytest.mark.gpu
