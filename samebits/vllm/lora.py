@@ -74,6 +74,7 @@ def install(hooks: Hooks) -> None:
     layer = BaseLinearLayerWithLoRA
     hooks.replace(layer, "_apply_sync", _apply(layer._apply_sync), "self", "x", "bias")
     hooks.replace(layer, "_apply_lora_to_output", _add, "self", "x", "output")
+    hooks.replace(layer, "reset_lora", _reset(layer.reset_lora), "self", "index")
     punica = resolve_obj_by_qualname(current_platform.get_punica_wrapper())
     mapping = "self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"
     hooks.replace(punica, "update_metadata", _update_metadata, *mapping)
@@ -122,6 +123,18 @@ class _Adapters:
     def add(self, base: Tensor, x: Tensor) -> Tensor:
         """The same from what the layer gives without."""
         return self._add(base, linear(x, self.weights[self.n :]))
+
+    def reset(self, slot: int) -> None:
+        """Put zeros in a slot, behind its rank too, as vLLM's sleep does not keep them."""
+        self.weights[self.n :].unflatten(0, (len(self.b), -1))[slot] = 0
+        self.b[slot] = 0
+        if self.biases is not None:
+            self.biases[self.n :] = 0
+
+    def holds(self, layer: Any) -> bool:
+        """Whether the layer's weight and bias still are those in `weights` and `biases`."""
+        ours = (self.weights, layer.weight), *(() if self.biases is None else ((self.biases, layer.bias),))
+        return all(own.data_ptr() == of_layer.data_ptr() for own, of_layer in ours)
 
     def _add(self, base: Tensor, inner: Tensor) -> Tensor:
         slots = self.wrapper._token_lora_indices[: len(base)]
@@ -176,13 +189,24 @@ def _apply(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def _apply_sync(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         adapters = _of(self)
-        if adapters is None or adapters.weights.data_ptr() != self.base_layer.weight.data_ptr():
-            return own(self, x, bias)  # the latter: other weights have been put into the layer
+        if adapters is None or not adapters.holds(self.base_layer):  # others have been put into the layer
+            return own(self, x, bias)
         rows = x.flatten(0, -2)  # vLLM's Transformers backend gives a batch of one
         out = adapters.apply(rows, bias is not None)
         return out.view(*x.shape[:-1], out.shape[1])
 
     return _apply_sync
+
+
+def _reset(own: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+    def reset_lora(self: Any, index: int) -> None:
+        adapters = _of(self)
+        if adapters is None:
+            own(self, index)
+        else:
+            adapters.reset(index)
+
+    return reset_lora
 
 
 def _add(self: Any, x: Tensor, output: Tensor) -> Tensor:

@@ -68,6 +68,46 @@ def test_adapters_beside_each_other(adapted: Any, engine: Engine) -> None:
     assert not replayed(model, [o for o, a in zip(outputs, of, strict=True) if a == "wide"])
 
 
+@pytest.mark.parametrize("adapted", ["qwen2"], indirect=True)
+def test_a_slot_that_others_had(adapted: Any, engine: Engine) -> None:
+    """Also where its memory was lost meanwhile, and where another bias has been put into a layer."""
+    from vllm.lora.request import LoRARequest
+
+    from samebits.vllm.check import replayed
+
+    name, model, folder = adapted
+    llm = engine(name, enable_lora=True, max_lora_rank=16, max_loras=1, max_cpu_loras=2)
+    requests = {a: LoRARequest(a, i, str(folder / a)) for i, a in enumerate(ADAPTERS, 1)}
+
+    def check(adapter: str) -> None:
+        model.set_adapter(adapter)
+        outputs = generate(llm, prompts(4, 3, 30), prompt_logprobs=0, lora_request=requests[adapter])
+        parity = replayed(model, outputs)
+        assert parity, f"{adapter}: {parity}"
+
+    for adapter in ("wide", "narrow", "wide", "narrow"):
+        check(adapter)
+    loaded = llm.llm_engine.model_executor.driver_worker.get_model()
+    layers = [m for m in loaded.modules() if "samebits_adapters" in vars(m)]
+    for layer in layers:  # level 2 of vLLM's sleep keeps no such memory
+        own = layer.samebits_adapters
+        for lost in (own.weights[own.n :], own.b, own.scalings):
+            lost.fill_(torch.nan)
+        if own.biases is not None:
+            own.biases[own.n :] = torch.nan
+    for i in (1, 2):
+        assert llm.llm_engine.remove_lora(i)
+    for adapter in ADAPTERS:
+        check(adapter)
+    changed = loaded.model.layers[0].self_attn.qkv_proj.base_layer
+    changed.bias.data = changed.bias.data + 0.5
+    of_trainer = model.base_model.model.model.layers[0].self_attn
+    with torch.no_grad():
+        for part in (of_trainer.q_proj, of_trainer.k_proj, of_trainer.v_proj):
+            part.base_layer.bias += 0.5
+    check("narrow")
+
+
 def test_adapters_that_are_refused(engine: Engine, tmp_path: Path, folders: Callable[[str], Path]) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: .ci/vllm.txt has it")
     from vllm.lora.request import LoRARequest

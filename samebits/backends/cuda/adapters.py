@@ -53,9 +53,11 @@ def add_adapters(
     if out.numel() == 0:
         return out
     base, inner = with_rows(base), with_rows(inner)
-    if inner.data_ptr() & 3 or inner.stride(0) & 1:  # two entries are read at once
-        inner = inner.contiguous()
     b, adapters, scalings = b.contiguous(), adapters.contiguous(), scalings.contiguous()
+    if inner.data_ptr() & 3 or inner.stride(0) & 1:  # two entries are read at once
+        inner = inner.clone(memory_format=torch.contiguous_format)
+    if b.data_ptr() & 3:
+        b = b.clone()
     low = (base.data_ptr() | out.data_ptr()) & 15 | base.stride(0) % 8
     vector = low == 0 and not any(end % 8 for end in ends)
     columns = sum(-(-(end - begin) // 32) for begin, end in itertools.pairwise((0, *ends)))

@@ -115,6 +115,23 @@ def test_calls_are_replayed() -> None:
             assert found[6:] == (given.base.stride(0), given.inner.stride(0), 16, 3, 16, 40, 80)
 
 
+def test_entries_that_are_read_two_at_once_are_aligned() -> None:
+    def shifted(t: Tensor) -> Tensor:
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+    given = operands(Case(*CASES[3][:5], gaps=False), BF16, "normal")
+    moved = given._replace(inner=shifted(given.inner), b=shifted(given.b))
+    assert moved.inner.data_ptr() & 3 == moved.b.data_ptr() & 3 == 2
+    with fake_gpu() as gpu, torch.no_grad():
+        replay.forget()
+        for _ in range(5):
+            gpu.start()
+            add_adapters(*moved)
+            (launch,) = gpu.log
+            _, inner, b, *_ = struct.unpack("@6P2q5i", launch[3])
+            assert inner & 3 == b & 3 == 0
+
+
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     host_kernels.use(monkeypatch, host)
