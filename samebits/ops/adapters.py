@@ -46,12 +46,12 @@ def add_adapters(
     """
     operands = {"base": base, "inner": inner, "b": b}
     (base, inner, b), key, _ = check_operands(_OP, None, operands, autocast=False)
-    refuse_gradients(_OP, base=base, inner=inner, b=b)
     for name, t, dtype in (("adapters", adapters, torch.int64), ("scalings", scalings, torch.float32)):
         if not isinstance(t, Tensor) or t.dtype != dtype:
             found = t.dtype if isinstance(t, Tensor) else type(t).__name__
             raise TypeError(f"samebits.{_OP}: {name}: expected a Tensor of {dtype}, got {found}")
         check_device(_OP, name, t, "base", base)
+    refuse_gradients(_OP, base=base, inner=inner, b=b, scalings=scalings)
     if base.ndim != 2 or b.ndim != 3 or b.shape[1] != base.shape[1]:
         raise ValueError(
             f"samebits.{_OP}: base, b: expected [tokens, N] and [slots, N, rank], got shapes"
@@ -63,11 +63,12 @@ def add_adapters(
     ends = tuple(ends)
     if (
         not 0 < len(ends) <= MOST_SLICES
+        or not all(isinstance(end, int) for end in ends)
         or ends[-1] != n
         or any(begin > end for begin, end in itertools.pairwise((0, *ends)))
     ):
         raise ValueError(
-            f"samebits.{_OP}: ends: expected up to {MOST_SLICES} ascending numbers, the last one {n}, got"
+            f"samebits.{_OP}: ends: expected up to {MOST_SLICES} ascending integers, the last one {n}, got"
             f" {ends}"
         )
     for name, t, wanted in (

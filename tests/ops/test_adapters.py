@@ -78,6 +78,7 @@ def test_steps_of_peft_for_each_token_alone(device: str, dtype: torch.dtype) -> 
         (4, lambda t: t.double(), TypeError, "scalings: expected a Tensor of torch.float32"),
         (4, lambda t: t[1:], ValueError, "scalings: expected shape"),
         (5, lambda t: (40, 24, 72), ValueError, "ends: expected up to 16 ascending"),
+        (5, lambda t: tuple(map(float, t)), ValueError, "ends: expected up to 16 ascending"),
         (5, lambda t: t[:2], ValueError, "ends: expected up to 16 ascending"),
     ],
 )
@@ -88,7 +89,9 @@ def test_refusals(at: int, change: Any, error: type[Exception], said: str) -> No
         add_adapters(*given)
 
 
-def test_gradients_are_refused() -> None:
-    base, *given = operands(values("normal", (4, K), BF16, 1), torch.tensor([0, 1, 2, -1]))
-    with pytest.raises(NotImplementedError, match="base: gradients are not implemented"):
-        add_adapters(base.detach().requires_grad_(), *given)
+@pytest.mark.parametrize(("at", "name"), [(0, "base"), (4, "scalings")])
+def test_gradients_are_refused(at: int, name: str) -> None:
+    given = [*operands(values("normal", (4, K), BF16, 1), torch.tensor([0, 1, 2, -1]))]
+    given[at] = given[at].detach().requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"{name}: gradients are not implemented"):
+        add_adapters(*given)
