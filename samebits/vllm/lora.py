@@ -65,6 +65,12 @@ def check_config(config: Any) -> None:
             f"the model is in {model.dtype}",
             "do not set it, and give PEFT autocast_adapter_dtype=False",
         )
+    if config.offload_config.uva.cpu_offload_gb or config.offload_config.prefetch.offload_group_size:
+        raise RefusedError(
+            "enable_lora with weights offloaded to the CPU",
+            "adapters lie behind the weights of their layers, on the GPU",
+            "set neither cpu_offload_gb nor offload_group_size",
+        )
     if getattr(envs, "VLLM_LORA_ENABLE_DUAL_STREAM", False):
         raise RefusedError("VLLM_LORA_ENABLE_DUAL_STREAM", "it adds in another place", "do not set it")
 

@@ -26,6 +26,11 @@ def _segments(count: int) -> dict[str, Any]:
         ("qwen3", {"compilation_config": {"mode": 3}}, r"compilation mode .*kernels of its own"),
         ("qwen3", {"hf_overrides": {"head_dtype": "float16"}}, r"head_dtype=torch.float16: .*torch.float32"),
         ("mixtral", {"enable_lora": True}, r"enable_lora with a mixture of experts: .*merge the adapter"),
+        (
+            "qwen3",
+            {"enable_lora": True, "cpu_offload_gb": 1},
+            r"enable_lora with weights offloaded .*neither",
+        ),
         ("olmoe", {"hf_overrides": {"clip_qkv": 8.0}}, r"clip_qkv=8.0 .*give model_impl=.transformers"),
         ("granite_hybrid", {"enable_lora": True}, r"enable_lora with recurrent layers of GraniteMoeHybrid"),
         (
