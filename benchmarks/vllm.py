@@ -40,14 +40,8 @@ def randomise(worker: Any) -> dict[str, Any]:
     """
     generator = torch.Generator("cuda").manual_seed(0)
     model = worker.model_runner.model
-    for name, b in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            b.zero_()
     for name, p in model.named_parameters():
         with torch.no_grad():
-            if name.endswith("e_score_correction_bias"):
-                p.zero_()
-                continue
             if "scale" in name:  # of weights in FP8
                 p.fill_(1e-3)
                 continue
@@ -57,6 +51,9 @@ def randomise(worker: Any) -> dict[str, Any]:
             p.normal_(0.0, 0.1 if "norm" in name else 0.02, generator=generator)
             if "norm" in name:
                 p.add_(1.0)
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            t.data.zero_()
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     attention = {m.get_attn_backend().get_name() for m in layers if hasattr(m, "get_attn_backend")}
     config = worker.model_runner.kv_cache_config

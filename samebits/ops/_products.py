@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, Later, broadcast, chosen_backend, contract_of, module_for, pack_key
+from samebits.backends import Key, Later, broadcast, contract_of, module_for
 from samebits.backends.replay import kept, replayed
-from samebits.contract import resolve
 from samebits.ops._autograd import EXTRAORDINARY
+from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator
 from samebits.ops._sequences import check_offsets, sequences
 
@@ -40,9 +40,11 @@ product = Operator(
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``a[B, M, K] @ b[B, K, N]`` into ``out[B, M, N]`` of any strides, unchecked and without gradients."""
-    kind = a.device.type
-    key = pack_key(resolve(None, a.dtype, kind), chosen_backend(kind, "matmul"))
+    """``a[B, M, K] @ b[B, K, N]`` into ``out[B, M, N]`` of any strides, without gradients.
+
+    Shapes are not checked.
+    """
+    (a, b), key, _ = check_operands("matmul", None, {"a": a, "b": b}, autocast=False)
     backend, contract = module_for("matmul", a, key)
     backend.matmul_later(out, a, b, contract=contract)()
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, module_for
+from samebits.backends import module_for
 from samebits.ops._checks import check_device, check_operands, shape
 from samebits.ops._fused import refuse_gradients
 from samebits.ops._operator import Operator
 
-__all__ = ["GROUP", "MOST_SLICES", "add_adapters"]
+__all__ = ["GROUP", "add_adapters"]
 
 _OP = "add_adapters"
 GROUP = 16
 """Ranks are multiples of it, filled up with zeros."""
-MOST_SLICES = 16
+_MOST_SLICES = 16
 
 
 def add_adapters(
@@ -62,13 +63,13 @@ def add_adapters(
         raise ValueError(f"samebits.{_OP}: b: expected a rank that is a multiple of {GROUP}, got {rank}")
     ends = tuple(ends)
     if (
-        not 0 < len(ends) <= MOST_SLICES
+        not 0 < len(ends) <= _MOST_SLICES
         or not all(isinstance(end, int) for end in ends)
         or ends[-1] != n
         or any(begin > end for begin, end in itertools.pairwise((0, *ends)))
     ):
         raise ValueError(
-            f"samebits.{_OP}: ends: expected up to {MOST_SLICES} ascending integers, the last one {n}, got"
+            f"samebits.{_OP}: ends: expected up to {_MOST_SLICES} ascending integers, the last one {n}, got"
             f" {ends}"
         )
     for name, t, wanted in (
@@ -81,17 +82,10 @@ def add_adapters(
     return _operator(base, inner, b, adapters, scalings, ends, key)  # type: ignore[no-any-return]
 
 
-def _run(
-    base: Tensor,
-    inner: Tensor,
-    b: Tensor,
-    adapters: Tensor,
-    scalings: Tensor,
-    ends: Sequence[int],
-    key: Key,
-) -> Tensor:
+def _run(base: Tensor, *rest: Any) -> Tensor:
+    *given, key = rest
     on, contract = module_for("adapters", base, key)
-    found: Tensor = on.add_adapters(base, inner, b, adapters, scalings, ends, contract)
+    found: Tensor = on.add_adapters(base, *given, contract)
     return found
 
 

@@ -36,7 +36,7 @@ class Race:
         # One output for each set of operands stays alive, so that results do not stay in the L2 cache.
         outputs: list[Any] = [None] * len(sets)
         collects = gc.isenabled()
-        gc.disable()  # a graph among the garbage is destroyed, which ends a capture
+        gc.disable()  # to destroy a graph that is garbage may end a capture
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 for i in range(self._calls):
