@@ -28,7 +28,7 @@ def kernel_spec(
     programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``gated.cu`` or ``gated_backward.cu``."""
-    fast = fast_silu and dtype == torch.bfloat16 and activation == "silu"
+    fast = fast_silu and entry == "gated" and dtype == torch.bfloat16 and activation == "silu"
     of = ("IN", TYPES[dtype]), ("ACTIVATION", activation.upper()), ("FAST_SILU", int(fast))
     constants = *of, ("FORM", form), ("VECTOR", vector)
     return compiler.KernelSpec(

@@ -218,14 +218,16 @@ def loader(spec: Callable[_P, KernelSpec]) -> Callable[Concatenate[int, _P], Ker
     """A function of a device and `spec`'s arguments, which loads that kernel and keeps it by them.
 
     To make a KernelSpec, and its hash, takes longer than a launch. If `spec` takes `programmatic`, that says
-    whether launches may overlap on the device.
+    whether launches may overlap on the device, and `fast_silu` what its architecture has of that name.
     """
-    told = "programmatic" in inspect.signature(spec).parameters
+    told = inspect.signature(spec).parameters.keys() & {"programmatic", "fast_silu"}
 
     @kept
     def loaded(device: int, /, *args: _P.args, **kwargs: _P.kwargs) -> Kernel:
         if told:
-            kwargs["programmatic"] = devices.device_info(device).arch.copies_tiles
+            arch = devices.device_info(device).arch
+            of_arch = {"programmatic": arch.copies_tiles, "fast_silu": arch.fast_silu}
+            kwargs.update({name: of_arch[name] for name in told})
         return load(spec(*args, **kwargs), device)
 
     return loaded

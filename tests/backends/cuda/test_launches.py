@@ -288,6 +288,7 @@ def test_fused_layers_get_the_addresses_of_what_they_read(launches: list[Any], i
     halves = table[:, 32:], packed[:, 64:]
     assert {t.data_ptr() for t in (x, r, w, table, at, packed, *halves, *results)} <= given
     assert [dict(launch.spec.constants)["VECTOR"] for launch in launches] == [8, 8, 8]
+    assert dict(launches[2].spec.constants)["FAST_SILU"] == 1
 
 
 def test_heads_and_their_gradients_take_a_launch_each(launches: list[Any]) -> None:
