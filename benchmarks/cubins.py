@@ -390,7 +390,7 @@ def whole_files() -> Iterator[Kernel]:
                 yield slots.kernel_spec("sum_slots", x, vector, count, of), arch
             yield slots.kernel_spec("sum_slots", x, 16 // x.itemsize, count, F32), arch
         yield slots.kernel_spec("route", F32, 1, 1, None), arch
-        yield slots.sort_spec(), arch
+        yield slots.sort_spec("sort_slots"), arch  # and the others of its source
         for score, blocks in (("softmax", 1), ("sigmoid", 2), ("logits", 4)):
             yield routing.kernel_spec(BF16, F32, score, blocks, score == "sigmoid"), arch
         for model in (INTERPOLATION, POLYNOMIAL):

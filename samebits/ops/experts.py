@@ -108,14 +108,14 @@ def _promoted(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 def _forward_take(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
     x, weights = _promoted(x, weights)
-    return backend(x).take_slots(x, order, slots, weights)  # type: ignore[no-any-return]
+    return backend(x).take_slots(x, places, slots, weights)  # type: ignore[no-any-return]
 
 
 def _fake_take(x: Tensor, weights: Tensor | None, order: Tensor, places: Tensor, slots: int) -> Tensor:
     return x.new_empty((order.shape[0], x.shape[1]), dtype=_dtype(x, weights))
 
 
-# out[i] = x[order[i] // slots] * weights[order[i]]
+# out[places[i]] = x[i // slots] * weights[i]
 _take = Operator(
     "take_slots(Tensor x, Tensor? weights, Tensor order, Tensor places, int slots) -> Tensor",
     cpu=_forward_take,
@@ -130,7 +130,7 @@ def _forward_combine(x: Tensor, weights: Tensor | None, order: Tensor, places: T
             x, weights = _promoted(x, weights)
         return on.combine_slots(x, places, slots, weights)  # type: ignore[no-any-return]
     x, weights = _promoted(x, weights)
-    rows = on.take_slots(x, places, 1, None)
+    rows = on.take_slots(x, order, 1, None)
     rows = rows if weights is None else rows * weights.reshape(-1, 1)
     by_entry = rows.view(-1, slots, x.shape[1]).transpose(1, 2)
     return on.row_sum(by_entry.reshape(-1, slots), False, x.dtype).view(by_entry.shape[:2])  # type: ignore[no-any-return]

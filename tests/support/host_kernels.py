@@ -130,8 +130,8 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     def prepare(_: int, *args: Any, **options: Any) -> HostKernel:
         return HostKernel(host.prepare_spec(*args, **options))
 
-    def sort(_: int) -> HostKernel:
-        return HostKernel(host.sort_spec())
+    def sort(_: int, *args: Any) -> HostKernel:
+        return HostKernel(host.sort_spec(*args))
 
     def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
@@ -149,3 +149,4 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
         monkeypatch.setattr(host, "_sorter", sort)
     monkeypatch.setattr(runtime, "empty", empty)
     monkeypatch.setattr(runtime, "zeros", zeros)
+    monkeypatch.setattr(runtime, "beyond_l2", lambda made: made.nbytes > 4096)

@@ -29,7 +29,18 @@ from samebits.backends.cuda.plans import kept
 from samebits.backends.modes import sees_calls
 from samebits.remedies import see
 
-__all__ = ["Kernel", "announce", "before_loading", "empty", "load", "loader", "require", "zeroed", "zeros"]
+__all__ = [
+    "Kernel",
+    "announce",
+    "before_loading",
+    "beyond_l2",
+    "empty",
+    "load",
+    "loader",
+    "require",
+    "zeroed",
+    "zeros",
+]
 
 _CONFIG = "@7I P P I"  # CUlaunchConfig: grid, block, shared memory; stream; attributes; their number
 _MAX_DYNAMIC_SMEM = 8
@@ -162,6 +173,11 @@ def zeroed(found: torch.Tensor) -> torch.Tensor:
     if replay.here.recording is not None:
         replay.here.recording.zeroed(found)
     return found
+
+
+def beyond_l2(made: torch.Tensor) -> bool:
+    """Whether the GPU's L2 cache does not hold a result until it is read."""
+    return made.nbytes > devices.device_info(made.get_device()).l2_bytes
 
 
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}

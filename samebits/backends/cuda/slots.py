@@ -12,7 +12,8 @@ from samebits.backends.cuda.operands import TYPES, address, with_rows
 MOST = 16
 """Terms that a thread holds at a time."""
 _THREADS = 256  # of a block
-_PARAMS = {"take_slots": "PPPPqqqqq", "sum_slots": "PPPPqqqqq", "route": "PPPPPqqq"}
+_TAKEN = 2  # runs of a token that a thread copies
+_PARAMS = {"take_slots": "PPPPqqqqqqq", "sum_slots": "PPPPqqqqq", "route": "PPPPPqqq"}
 
 
 def kernel_spec(
@@ -37,13 +38,15 @@ def kernel_spec(
 
 _kernel = runtime.loader(kernel_spec)
 
-_SORTERS = 512  # threads of the block that sorts
+_SORTERS = 512  # threads of a block that sorts
+_ROOM = 9 << 10  # words of shared memory for its counts
+_MOST_BLOCKS = 128
 
 
-def sort_spec(*, programmatic: bool = False) -> compiler.KernelSpec:
-    """The kernel of sort_slots.cu."""
+def sort_spec(entry: str, *, programmatic: bool = False) -> compiler.KernelSpec:
+    """A kernel of sort_slots.cu."""
     return compiler.KernelSpec(
-        *("sort_slots.cu", "sort_slots", "PPPPPPqqq", ()),
+        *("sort_slots.cu", entry, "PPPPPPPqqqqq", ()),
         block=_SORTERS,
         programmatic=programmatic,
         oldest=OLDEST,
@@ -55,7 +58,22 @@ _sorter = runtime.loader(sort_spec)
 
 def _one_block_sorts(slots: int, experts: int) -> bool:
     """Whether it has so many slots, and room to count those of each expert in chunks of 32."""
-    return slots <= 2048 and experts < 2 * _SORTERS and -(-slots // 32) * (experts // 2 + 1) <= 9 << 10
+    return slots <= 2048 and experts < 2 * _SORTERS and -(-slots // 32) * (experts // 2 + 1) <= _ROOM
+
+
+def _shares(slots: int, experts: int) -> tuple[int, int, int]:
+    """Blocks that sort, the slots of each, and how many warps of a block share them."""
+    warps, chunks = min(_SORTERS // 32, _ROOM // (experts + 1)), -(-slots // 32)
+    blocks = min(_MOST_BLOCKS, -(-chunks // warps))
+    span = -(-chunks // (blocks * warps)) * warps * 32
+    return -(-slots // span), span, warps
+
+
+def _shape(tokens: int, runs: int) -> tuple[int, int, int]:
+    """Blocks of tokens, and of a token, and the power of two of its threads in a block, which copy it."""
+    each = _TAKEN if tokens * runs >= 1 << 18 else 1
+    lanes = min(8, (-(-runs // each) - 1).bit_length())
+    return -(-tokens // (_THREADS >> lanes)), min(-(-runs // (each << lanes)), 65535), lanes
 
 
 def _launch(
@@ -67,27 +85,31 @@ def _launch(
     numbers: Tensor | None = None,
     outer: int = 0,
 ) -> Tensor:
-    """`count` rows from those of ``x[rows, n]``, or from ``x[a, slots, n]``, where `outer` is a's stride."""
+    """Of `count` tokens, from rows of ``x[rows, n]``, or of ``x[a, slots, n]`` with a's stride `outer`."""
     n, inner, device = x.shape[-1], x.stride(-2), x.get_device()
     of = None if weights is None else weights.dtype
-    out = runtime.empty((count, n), of or x.dtype, device)
+    takes = entry == "take_slots"
+    out = runtime.empty((count * slots if takes else count, n), of or x.dtype, device)
     if out.numel():
         low = x.data_ptr() | (outer | inner | n) * x.itemsize
         vector = 16 // x.itemsize if low & 15 == 0 else 1
         weights, numbers = (None if t is None else t.contiguous() for t in (weights, numbers))
-        terms = slots if entry == "sum_slots" else 1
-        kernel = _kernel(device, entry, x.dtype, vector, terms, of)
-        kernel.launch(
-            (-(-count * (n // vector) // _THREADS), 1, 1),
-            *(x.data_ptr(), address(weights), address(numbers), out.data_ptr()),
-            *(count, n, outer, inner, slots),
-        )
+        at = x.data_ptr(), address(weights), address(numbers), out.data_ptr()
+        params = *at, count, n, outer, inner, slots
+        if takes:
+            blocks, pieces, lanes = _shape(count, n // vector)
+            _kernel(device, entry, x.dtype, vector, 1, of).launch(
+                (blocks, pieces, 1), *params, lanes, runtime.beyond_l2(out)
+            )
+        else:
+            blocks = -(-count * (n // vector) // _THREADS)
+            _kernel(device, entry, x.dtype, vector, slots, of).launch((blocks, 1, 1), *params)
     return out
 
 
-def take_slots(x: Tensor, order: Tensor, slots: int, weights: Tensor | None) -> Tensor:
-    """``x[order[i] // slots]``, times ``weights[order[i]]``, rounded once."""
-    return _launch("take_slots", with_rows(x), len(order), slots, weights, order)
+def take_slots(x: Tensor, places: Tensor, slots: int, weights: Tensor | None) -> Tensor:
+    """``x[i // slots]`` in row ``places[i]``, times ``weights[i]``, rounded once."""
+    return _launch("take_slots", with_rows(x), len(places) // slots, slots, weights, places)
 
 
 def combine_slots(x: Tensor, places: Tensor, slots: int, weights: Tensor | None) -> Tensor:
@@ -111,14 +133,24 @@ def route(experts: Tensor, count: int, each: int) -> tuple[Tensor, Tensor, Tenso
     places = runtime.empty((slots,), torch.int64, device)
     ends = runtime.empty((count,), torch.int32, device)
     sequences = runtime.empty((slots if each else 0,), torch.int32, device)
-    made = address(places), ends.data_ptr(), address(sequences), slots, count, each
-    if _one_block_sorts(slots, count):
-        given = experts.contiguous()
-        experts, order = (runtime.empty((slots,), torch.int64, device) for _ in range(2))
-        _sorter(device).launch((1, 1, 1), address(given), address(experts), address(order), *made)
-    else:
+    made = address(places), ends.data_ptr(), address(sequences)
+    if count >= 2 * _SORTERS:
         experts, order = experts.clamp(0, count).sort(stable=True)
         _kernel(device, "route", torch.float32, 1, 1, None).launch(
-            (-(-(slots + 1) // _THREADS), 1, 1), address(experts), address(order), *made
+            (-(-(slots + 1) // _THREADS), 1, 1),
+            *(address(experts), address(order), *made, slots, count, each),
         )
+        return experts, order, places, ends, sequences
+    given = experts.contiguous()
+    experts, order = (runtime.empty((slots,), torch.int64, device) for _ in range(2))
+    read_and_made = address(given), address(experts), address(order), *made
+    if _one_block_sorts(slots, count):
+        _sorter(device, "sort_slots").launch((1, 1, 1), *read_and_made, 0, slots, count, each, slots, 1)
+    else:
+        blocks, span, warps = _shares(slots, count)
+        counts = runtime.empty((count + 1, _MOST_BLOCKS), torch.int32, device)
+        for entry in ("count_slots", "place_slots"):
+            _sorter(device, entry).launch(
+                (blocks, 1, 1), *read_and_made, counts.data_ptr(), slots, count, each, span, warps
+            )
     return experts, order, places, ends, sequences

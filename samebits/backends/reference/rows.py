@@ -113,12 +113,12 @@ def slot_sum(x: Tensor) -> Tensor:
     return row_sum(x.transpose(1, 2).reshape(a * b, n), False, x.dtype).view(a, b)
 
 
-def take_slots(x: Tensor, order: Tensor, count: int, weights: Tensor | None) -> Tensor:
-    """``x[order[i] // count]``, times ``weights[order[i]]``, rounded once."""
-    rows = x.index_select(0, order // count)
-    if weights is None:
-        return rows
-    return rounded(_wide(rows) * _wide(weights).reshape(-1, 1)[order], x.dtype)
+def take_slots(x: Tensor, places: Tensor, count: int, weights: Tensor | None) -> Tensor:
+    """``x[i // count]`` in row ``places[i]``, times ``weights[i]``, rounded once."""
+    rows = x.repeat_interleave(count, 0)
+    if weights is not None:
+        rows = rounded(_wide(rows) * _wide(weights).reshape(-1, 1), x.dtype)
+    return torch.empty_like(rows).index_copy_(0, places, rows)
 
 
 def combine_slots(x: Tensor, places: Tensor, count: int, weights: Tensor | None) -> Tensor:

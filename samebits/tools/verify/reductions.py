@@ -300,15 +300,15 @@ def _in_slots(o: RowOperands) -> tuple[Tensor, Tensor, Tensor]:
     """The case's first rows as ``[tokens, slots, n]``, weights of these slots, and places of all."""
     slots = min(o.case.rows, 1 + o.case.n % 16)
     tokens = o.case.rows // slots
-    order = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(10)).to(o.x.device)
+    places = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(10)).to(o.x.device)
     weights = o.grad.reshape(-1)[: tokens * slots].view(tokens, slots)
-    return o.x[: tokens * slots].unflatten(0, (tokens, slots)), weights, order
+    return o.x[: tokens * slots].unflatten(0, (tokens, slots)), weights, places
 
 
 def _slots_taken(on: RowBackend, o: RowOperands) -> Results:
-    x, weights, order = _in_slots(o)
+    x, weights, places = _in_slots(o)
     tokens = o.x[: len(x)]
-    return tuple(on.rows.take_slots(tokens, order, x.shape[1], w) for w in (None, weights))
+    return tuple(on.rows.take_slots(tokens, places, x.shape[1], w) for w in (None, weights))
 
 
 def _slots_combined(on: RowBackend, o: RowOperands) -> Results:

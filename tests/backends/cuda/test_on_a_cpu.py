@@ -52,6 +52,27 @@ def test_gradients_of_gated(
         assert_same_bits(got, want, f"{interleaved=}")
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("n", [37, 96])
+def test_gated(monkeypatch: pytest.MonkeyPatch, activation: str, dtype: torch.dtype, n: int) -> None:
+    """Threads have several runs, the last of which have few. The result may take an operand's place."""
+    host_kernels.use(monkeypatch, gated)
+    limit = 2.5 if activation == "gpt_oss" else NO_LIMIT
+    for rows, kind in ((0, "normal"), (1, "special"), (3, "wide"), (50, "special"), (83, "brink")):
+        packed = values(kind, (rows, 2 * n), dtype, rows)
+        turned = torch.stack(packed.chunk(2, -1), -1).flatten(-2)
+        for x, interleaved in ((packed, False), (turned, True)):
+            args = x, None, activation, limit, 1.702, interleaved
+            assert_same_bits(gated.gated(*args), reference.gated(*args), f"{rows=} {interleaved=}")
+        if activation != "gpt_oss":
+            alone, gate = gated.activation(packed, activation), packed[:, :n].contiguous()
+            assert_same_bits(alone, reference.activation(packed, activation))
+            want = reference.gated(packed, None, activation, limit, 1.702, False)
+            gated.gated_into(gate, packed[:, n:], gate, activation, limit, 1.702)
+            assert_same_bits(gate, want)
+
+
 @pytest.mark.parametrize(
     ("dtype", "trig", "kind", "layout", "gradients", "full", "head", "pairs"),
     [

@@ -32,7 +32,7 @@ def check(case: Case, kind: str, tokens: int, dtype: torch.dtype, device: str) -
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_the_kernels_compile(arch: str) -> None:
-    specs = [slots.sort_spec()]
+    specs = [slots.sort_spec("sort_slots")]  # and all of its file
     for blocks, score, grouped in ((1, "softmax", False), (2, "sigmoid", True), (4, "logits", False)):
         specs.append(routing.kernel_spec(BF16, F32, score, blocks, grouped))
     assert {resources(spec, arch).local_bytes for spec in specs} == {0}
@@ -71,11 +71,13 @@ def test_it_is_the_steps_one_by_one_on_a_gpu(case: Case) -> None:
 # Slots, experts that are chosen among, experts that there are, and slots of a sequence.
 SORTED = [(0, 3, 3, 0), (1, 1, 1, 0), (8, 128, 128, 0), (512, 128, 128, 8), (2048, 128, 128, 0)]
 SORTED += [(2047, 3, 2, 5), (700, 600, 512, 0), (33, 1023, 1023, 1), (300, 40, 31, 3), (64, 1, 9, 64)]
+MANY = [(2049, 128, 128, 8), (2600, 1, 1, 0), (2048, 600, 512, 1), (5000, 1500, 1023, 7), (9001, 3, 0, 0)]
+"""More than one block sorts."""
+LARGEST = [(65536, 128, 128, 0), (70001, 1, 64, 5), (131072, 256, 256, 64), (1_000_003, 300, 256, 8)]
 
 
 def check_sorted(slots_: int, most: int, count: int, each: int, device: str) -> None:
     experts = torch.randint(-2, most, (slots_,), generator=torch.Generator().manual_seed(slots_))
-    assert slots._one_block_sorts(slots_, count)
     got = rows.route(experts.to(device), count, each)
     for one, want in zip(got, reference.route(experts, count, each), strict=True):
         assert one.dtype == want.dtype
@@ -83,14 +85,22 @@ def check_sorted(slots_: int, most: int, count: int, each: int, device: str) -> 
 
 
 @host_kernels.needs_compiler
-@pytest.mark.parametrize("case", SORTED, ids=str)
+@pytest.mark.parametrize("case", [*SORTED, *MANY], ids=str)
 def test_sorted_slots_on_a_cpu(monkeypatch: pytest.MonkeyPatch, case: tuple[int, int, int, int]) -> None:
     host_kernels.use(monkeypatch, slots)
     check_sorted(*case, "cpu")
 
 
+@host_kernels.needs_compiler
+def test_warps_that_sort_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of more than 65,536 slots do."""
+    host_kernels.use(monkeypatch, slots)
+    monkeypatch.setattr(slots, "_shares", lambda *_: (3, 11 * 16 * 32, 16))
+    check_sorted(16000, 12, 9, 3, "cpu")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", SORTED, ids=str)
+@pytest.mark.parametrize("case", [*SORTED, *MANY, *LARGEST], ids=str)
 def test_sorted_slots_on_a_gpu(case: tuple[int, int, int, int]) -> None:
     check_sorted(*case, "cuda")
 
@@ -100,3 +110,12 @@ def test_when_one_block_sorts() -> None:
     assert not slots._one_block_sorts(2049, 8)
     assert not slots._one_block_sorts(2048, 512)
     assert not slots._one_block_sorts(32, 1024)
+
+
+@pytest.mark.parametrize("experts", [0, 1, 128, 1023])
+def test_every_slot_has_a_block_and_a_warp(experts: int) -> None:
+    for count in (1, 2049, 65536, 65537, 999_999, 2**31 - 1):
+        blocks, span, warps = slots._shares(count, experts)
+        assert blocks <= 128
+        assert span % (32 * warps) == 0
+        assert span * (blocks - 1) < count <= span * blocks

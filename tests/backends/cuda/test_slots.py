@@ -21,7 +21,7 @@ from samebits.ops._rows import rounded
 from samebits.testing import assert_same_bits, values
 from tests.support import host_kernels
 from tests.support.cubins import resources
-from tests.support.fake_gpu import FakeGpu, fake_gpu
+from tests.support.fake_gpu import INFO, FakeGpu, fake_gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 on_dtypes = pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
@@ -35,6 +35,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "one row many times": lambda x: x[:1].expand_as(x),
 }
 SIZES = [(1, 1, 1), (1, 3, 8), (5, 2, 64), (7, 8, 72), (3, 16, 2049), (40, 4, 2048), (6, 5, 37), (2, 17, 24)]
+SIZES += [(300, 2, 8)]
 """Tokens, slots and n."""
 
 
@@ -78,20 +79,32 @@ def memory(at: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def as_routed(entry: str, config: bytes, params: bytes) -> None:
-    members = struct.unpack("@PPPPPPqqq" if entry == "sort_slots" else "@PPPPPqqq", params)
-    *read, places, ends, sequences, count, groups, each = members
+    sorts = entry != "route"  # else they are sorted already
+    members = struct.unpack("@PPPPPPPqqqqq" if sorts else "@PPPPPqqq", params)
+    at, (count, groups, each) = members[: 7 if sorts else 5], members[7 if sorts else 5 :][:3]
     (blocks,) = struct.unpack_from("@I", config)
-    assert blocks == 1 if entry == "sort_slots" else 256 * (blocks - 1) <= count < 256 * blocks
+    if entry == "route":
+        assert 256 * (blocks - 1) <= count < 256 * blocks
+    elif entry == "sort_slots":
+        assert blocks == 1
+    else:
+        span, warps = members[10:]
+        assert span * (blocks - 1) < count <= span * blocks
+        assert blocks <= 128
+        assert span % (32 * warps) == 0
+        assert at[6] != 0
+        if entry == "count_slots":
+            return
+    *made, places, ends, sequences = at[1:6] if sorts else at
     memory(ends, groups, torch.int32).fill_(0)
     if count == 0:
         return
-    found = reference.route(memory(read[0], count, torch.int64), groups, each)
-    made = read[1:] if entry == "sort_slots" else read  # else they are sorted already
-    if entry == "route":
-        found = *(memory(at, count, torch.int64).clone() for at in read), *found[2:]
+    found = reference.route(memory(at[0], count, torch.int64), groups, each)
+    if not sorts:
+        found = *(memory(at, count, torch.int64).clone() for at in made), *found[2:]
         found[2][found[1]] = torch.arange(count)
-    for at, to in zip((*made, places), found[:3], strict=True):
-        memory(at, count, torch.int64).copy_(to)
+    for to, result in zip((*made, places), found[:3], strict=True):
+        memory(to, count, torch.int64).copy_(result)
     memory(ends, groups, torch.int32).copy_(found[3])
     assert (each > 0) == (sequences != 0)
     if each:
@@ -101,31 +114,40 @@ def as_routed(entry: str, config: bytes, params: bytes) -> None:
 def as_launched(gpu: FakeGpu) -> None:
     """Compute what the launches ask for, row by row, with numbers that the reference adds."""
     for (_, entry, config, params), spec in zip(gpu.log, gpu.specs, strict=True):
-        if entry in ("route", "sort_slots"):
+        if entry in ("route", "sort_slots", "count_slots", "place_slots"):
             as_routed(entry, config, params)
             continue
-        x, weights, numbers, out, count, n, outer, inner, of_token = struct.unpack("@PPPPqqqqq", params)
+        x, weights, numbers, out, tokens, n, outer, inner, of_token = struct.unpack_from("@PPPPqqqqq", params)
         names = dict(spec.constants)
         dtype = {"F32": F32, "BF16": BF16, "F16": F16}[str(names["TYPE"])]
         vector, terms, weighted = (int(names[name]) for name in ("VECTOR", "SLOTS", "WEIGHTED"))
-        (blocks,) = struct.unpack_from("@I", config)
-        assert 256 * (blocks - 1) < count * n // vector <= 256 * blocks
+        takes = entry == "take_slots"
+        of = {"F32": F32, "BF16": BF16, "F16": F16}[str(names["WEIGHT"])]
+        blocks, pieces, _ = struct.unpack_from("@3I", config)
+        assert terms == (1 if takes else of_token)
+        if takes:
+            lanes, streams = struct.unpack_from("@qq", params, 72)
+            of_block = 256 >> lanes
+            assert of_block * (blocks - 1) < tokens <= of_block * blocks
+            assert (pieces - 1 << lanes) * vector < n
+            assert streams == (tokens * of_token * n * dtype.itemsize > INFO.l2_bytes)
+        else:
+            assert len(params) == 72
+            assert pieces == 1
+            assert 256 * (blocks - 1) < tokens * n // vector <= 256 * blocks
         assert n % vector == inner % vector == outer % vector == 0
         assert (x | out) % (vector * dtype.itemsize) == 0
         assert weighted == (weights != 0)
 
-        of = {"F32": F32, "BF16": BF16, "F16": F16}[str(names["WEIGHT"])]
-
         def row(at: int, number: int, n: int = n, dtype: torch.dtype = dtype) -> Tensor:
             return memory(at + number * dtype.itemsize, n, dtype)
 
-        given: Any = (ctypes.c_int64 * (count * terms)).from_address(numbers) if numbers else None
-        for i in range(count):
-            if entry == "take_slots":
-                parts = [row(x, given[i] // of_token * inner)]
-                scales = [given[i]]
+        given: Any = (ctypes.c_int64 * (tokens * of_token)).from_address(numbers) if numbers else None
+        for i in range(tokens * of_token if takes else tokens):
+            if takes:
+                parts, scales, to = [row(x, i // of_token * inner)], [i], given[i]
             else:
-                scales = [i * terms + j for j in range(terms)]
+                scales, to = [i * terms + j for j in range(terms)], i
                 parts = [
                     row(x, given[slot] * inner if numbers else i * outer + j * inner)
                     for j, slot in enumerate(scales)
@@ -137,9 +159,7 @@ def as_launched(gpu: FakeGpu) -> None:
                 ]
                 parts = [rounded(product, of) for product in wide]
             stack = torch.stack(parts)[None]
-            row(out, i * n, n, of).copy_(
-                stack[0, 0] if entry == "take_slots" else reference.slot_sum(stack)[0]
-            )
+            row(out, to * n, n, of).copy_(stack[0, 0] if takes else reference.slot_sum(stack)[0])
 
 
 def asked(layout: str, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[Any, ...]]:
@@ -152,14 +172,24 @@ def asked(layout: str, dtype: torch.dtype, device: str = "cpu") -> Iterator[tupl
         yield place(x), place(y), weights, to
 
 
+def taken(x: Tensor, order: Tensor, count: int, weights: Tensor | None) -> Tensor:
+    """The rows of slots in the order of experts, looked up one by one."""
+    found = x[order // count]
+    return (
+        found if weights is None else rounded(found.float() * weights.reshape(-1, 1)[order].float(), x.dtype)
+    )
+
+
 def check(layout: str, dtype: torch.dtype, device: str, done: Callable[[], None]) -> None:
     for x, y, given, to in asked(layout, dtype, device):
-        order, places, count = to.order, to.places, to.slots
+        places, count = to.places, to.slots
         for weights in (None, given):
             on_cpu = None if weights is None else weights.cpu()
-            got = rows.take_slots(x, order, count, weights)
+            got = rows.take_slots(x, places, count, weights)
             done()
-            assert_same_bits(got, reference.take_slots(x.cpu(), order.cpu(), count, on_cpu).to(device))
+            want = taken(x.cpu(), to.order.cpu(), count, on_cpu)
+            assert_same_bits(want, reference.take_slots(x.cpu(), places.cpu(), count, on_cpu))
+            assert_same_bits(got, want.to(device))
             for of in (dtype, F32) if count <= slots.MOST else ():
                 wide = None if weights is None else weights.to(of)
                 got = rows.combine_slots(y, places, count, wide)
@@ -219,19 +249,19 @@ def test_sums_of_slots_on_a_gpu_have_the_bits_of_a_row(count: int, dtype: torch.
 # Tokens, slots of each, experts that are chosen among, and rows of the batch. Of the experts 5 are here.
 # One block sorts up to 2,048 slots.
 ROUTES = [(6, 4, 5, 1), (6, 4, 5, 3), (0, 2, 5, 1), (300, 3, 8, 2), (7, 1, 1, 1), (512, 1, 5, 4)]
-ROUTES += [(2049, 1, 5, 1), (700, 3, 8, 2), (512, 8, 5, 4)]
+ROUTES += [(2049, 1, 5, 1), (700, 3, 8, 2), (512, 8, 5, 4), (9000, 8, 8, 3)]
 
 
 def check_route(
-    tokens: int, count: int, most: int, batch: int, device: str, done: Callable[[], None]
+    tokens: int, count: int, most: int, batch: int, device: str, done: Callable[[], None], here: int = 5
 ) -> None:
     given, each = chosen(tokens, count, most), count * (tokens // batch) if batch > 1 else 0
     if most > 5:
         given[::3] -= 3  # below 0 they count as the first expert's
     flat = given.reshape(-1)
-    got = rows.route(flat.to(device), 5, each)
+    got = rows.route(flat.to(device), here, each)
     done()
-    for one, want in zip(got, reference.route(flat, 5, each), strict=True):
+    for one, want in zip(got, reference.route(flat, here, each), strict=True):
         assert one.dtype == want.dtype
         assert torch.equal(one.cpu(), want)
 
@@ -239,13 +269,29 @@ def check_route(
 @pytest.mark.parametrize("route", ROUTES, ids=str)
 def test_a_launch_asks_for_the_routes(gpu: FakeGpu, route: tuple[int, int, int, int]) -> None:
     check_route(*route, "cpu", lambda: as_launched(gpu))
-    assert [launch[1] for launch in gpu.log] == ["sort_slots" if route[0] * route[1] <= 2048 else "route"]
+    few = route[0] * route[1] <= 2048
+    assert [launch[1] for launch in gpu.log] == (["sort_slots"] if few else ["count_slots", "place_slots"])
+
+
+def test_pytorch_sorts_by_more_experts(gpu: FakeGpu) -> None:
+    check_route(300, 8, 2000, 2, "cpu", lambda: as_launched(gpu), here=1024)
+    assert [launch[1] for launch in gpu.log] == ["route"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("route", [*ROUTES, (8191, 8, 7, 1)], ids=str)
 def test_routes_on_a_gpu(route: tuple[int, int, int, int]) -> None:
-    check_route(*route, "cuda", torch.cuda.synchronize)
+    for here in (5, 1023, 1024):
+        check_route(*route, "cuda", torch.cuda.synchronize, here)
+
+
+def test_how_tokens_are_shared() -> None:
+    """Blocks of tokens, blocks of a token, and the power of two of its threads."""
+    assert slots._shape(1, 1) == (1, 1, 0)
+    assert slots._shape(8, 256) == (8, 1, 8)
+    assert slots._shape(8192, 256) == (4096, 1, 7)
+    assert slots._shape(8192, 896) == (8192, 2, 8)
+    assert slots._shape(1, 1 << 30) == (1, 65535, 8)
 
 
 def test_calls_are_replayed(gpu: FakeGpu) -> None:

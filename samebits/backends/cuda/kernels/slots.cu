@@ -1,12 +1,13 @@
 // Rows of a layer of experts: copied to their slots, and summed over the slots of a token.
 //
-// take_slots: out[i] = x[numbers[i] / slots], times weights[numbers[i]].
+// take_slots: out[numbers[i]] = x[i / slots], times weights[i].
 // sum_slots: out[i] = the sum over j < SLOTS of row numbers[i * SLOTS + j] of x, times weights[i * SLOTS + j].
 // Without numbers it is x[i, j], at strides. Few terms are one block of docs/contract.md, "Row reductions".
 // route: where slots are that were sorted by their experts, where those of each expert end, and their sequences.
 //
-// Products and sums have the type of weights, if that is F32, and are rounded to it. A thread has one access to memory
-// for each row that it reads.
+// Products and sums have the type of weights, if that is F32, and are rounded to it. A thread of sum_slots has one
+// access to memory for each row that it reads. In take_slots a token is read once: a block has 256 / lanes tokens, or a
+// piece of one, and a thread some columns of a token. Lanes are a power of two, so that nothing is divided.
 //
 // Macros
 //   TYPE      of rows: F32, BF16 or F16; route has none
@@ -15,9 +16,8 @@
 //   SLOTS     terms of a sum; nothing in take_slots
 //   WEIGHTED  1: there are weights
 
-#include "convert.cuh"
-#include "functions.cuh"
 #include "launch.cuh"
+#include "vectors.cuh"
 
 using E = Element<TYPE>;
 using Weight = Element<WEIGHT>;
@@ -35,16 +35,84 @@ struct Params {
     const Weight::Stored* weights;
     const i64* numbers;
     Out::Stored* out;
-    i64 count, n;      // rows of out, and their entries
+    i64 count, n;      // tokens, and entries of a row
     i64 outer, inner;  // entries from x[i] to x[i + 1], and from row to row
     i64 slots;         // of a token
 };
 
+struct TakeParams : Params {
+    i64 lanes;    // threads of a token in a block: 2 to that power
+    i64 streams;  // whether what is written does not stay in the L2 cache
+};
+
+__device__ __forceinline__ const Run& run(const Stored* at) { return *reinterpret_cast<const Run*>(at); }
+
+// A token, and its columns that are this thread's.
+struct Mine {
+    i64 token, first, step;
+    __device__ __forceinline__ explicit Mine(const TakeParams& p) {
+        const int lanes = int(p.lanes), thread = threadIdx.x;
+        token = (i64(blockIdx.x) << (8 - lanes)) + (thread >> lanes);
+        first = ((i64(blockIdx.y) << lanes) + (thread & ((1 << lanes) - 1))) * VECTOR;
+        step = (i64(gridDim.y) << lanes) * VECTOR;
+    }
+};
+
+// Writes a run, times the weight if there are any.
+__device__ __forceinline__ void store_product(Stored* to, const Run& x, float weight, bool streams) {
+    if constexpr (WEIGHTED) {
+        float products[VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) products[i] = __fmul_rn(E::widen(x.of[i]), weight);
+        store_values<E>(to, products, streams);
+    } else if constexpr (VECTOR == 1) {
+        *to = x.of[0];
+    } else {
+        const uint4& words = reinterpret_cast<const uint4&>(x);
+        store_16(to, words.x, words.y, words.z, words.w, streams);
+    }
+}
+
+constexpr int READ = 2;   // runs of a thread on their way
+constexpr int AHEAD = 8;  // slots whose places and weights are
+
+extern "C" __global__ void __launch_bounds__(256) take_slots(const __grid_constant__ TakeParams p) {
+    wait_for_kernel_before();
+    let_kernel_behind_start();
+    const Mine mine(p);
+    if (mine.token >= p.count) return;
+    const Stored* const from = p.x + mine.token * p.inner;
+    const i64 first_slot = mine.token * p.slots;
+    const int slots = int(p.slots);
+    for (i64 column = mine.first; column < p.n; column += READ * mine.step) {
+        Run runs[READ];
+#pragma unroll
+        for (int i = 0; i < READ; ++i)
+            if (column + i * mine.step < p.n) runs[i] = run(from + column + i * mine.step);
+        for (int slot = 0; slot < slots; slot += AHEAD) {
+            Stored* to[AHEAD];
+            float weights[AHEAD];
+#pragma unroll
+            for (int j = 0; j < AHEAD; ++j) {
+                const i64 at = first_slot + min(slot + j, slots - 1);  // so that no read waits for a branch
+                to[j] = reinterpret_cast<Stored*>(p.out) + p.numbers[at] * p.n + column;
+                if (WEIGHTED) weights[j] = Weight::widen(p.weights[at]);
+            }
+#pragma unroll
+            for (int j = 0; j < AHEAD; ++j) {
+                if (slot + j >= slots) break;
+#pragma unroll
+                for (int i = 0; i < READ; ++i)
+                    if (column + i * mine.step < p.n)
+                        store_product(to[j] + i * mine.step, runs[i], weights[j], p.streams);
+            }
+        }
+    }
+}
+
 __device__ __forceinline__ float times(Stored x, float weight) {
     return Out::widen(Out::narrow(E::widen(x) * weight));
 }
-
-__device__ __forceinline__ const Run& run(const Stored* at) { return *reinterpret_cast<const Run*>(at); }
 
 // A row of out and its entries, of this thread. Returns whether there is one.
 __device__ __forceinline__ bool find(const Params& p, i64& row, i64& column) {
@@ -52,22 +120,6 @@ __device__ __forceinline__ bool find(const Params& p, i64& row, i64& column) {
     row = thread / runs;
     column = (thread - row * runs) * VECTOR;
     return row < p.count;
-}
-
-extern "C" __global__ void __launch_bounds__(256) take_slots(const __grid_constant__ Params p) {
-    wait_for_kernel_before();
-    let_kernel_behind_start();
-    i64 row, column;
-    if (!find(p, row, column)) return;
-    const i64 slot = p.numbers[row];
-    Run found = run(p.x + slot / p.slots * p.inner + column);
-    if (WEIGHTED) {
-        const float weight = Weight::widen(p.weights[slot]);
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i)
-            found.of[i] = E::narrow(contract::canonical(E::widen(found.of[i]) * weight));
-    }
-    *reinterpret_cast<Run*>(p.out + row * p.n + column) = found;
 }
 
 // Leaves the sum by halves in the first of 2 * HALF terms. A loop over halves would not be unrolled.

@@ -31,6 +31,18 @@ __device__ __forceinline__ void load_values(const typename E::Stored* at, float 
     }
 }
 
+// The words of values that lie side by side. NaN becomes canonical.
+template <class E, int count, int words>
+__device__ __forceinline__ void pack_values(const float (&x)[count], u32 (&to)[words]) {
+    static_assert(words * 4 == count * int(sizeof(typename E::Stored)));
+#pragma unroll
+    for (int i = 0; i < count; ++i)
+        if constexpr (sizeof(typename E::Stored) == 4)
+            to[i] = __float_as_uint(contract::canonical(x[i]));
+        else if (i % 2 == 0)
+            to[i / 2] = E::pack(x[i], x[i + 1]);
+}
+
 // NaN becomes canonical.
 template <class E, int count>
 __device__ __forceinline__ void store_values(typename E::Stored* at, const float (&x)[count]) {
@@ -39,12 +51,7 @@ __device__ __forceinline__ void store_values(typename E::Stored* at, const float
     } else {
         constexpr int WORDS = count * int(sizeof(typename E::Stored)) / 4;
         u32 words[WORDS];
-#pragma unroll
-        for (int i = 0; i < count; ++i)
-            if constexpr (sizeof(typename E::Stored) == 4)
-                words[i] = __float_as_uint(contract::canonical(x[i]));
-            else if (i % 2 == 0)
-                words[i / 2] = E::pack(x[i], x[i + 1]);
+        pack_values<E>(x, words);
         if constexpr (WORDS % 4 == 0) {
 #pragma unroll
             for (int w = 0; w < WORDS; w += 4)
@@ -54,6 +61,35 @@ __device__ __forceinline__ void store_values(typename E::Stored* at, const float
             static_assert(WORDS == 2);
             *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
         }
+    }
+}
+
+// Writes 16 bytes of global memory. What streams is the first to leave the L2 cache.
+__device__ __forceinline__ void store_16(void* at, u32 a, u32 b, u32 c, u32 d, bool streams) {
+#ifdef __CUDA_ARCH__
+    if (streams)
+        asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(a), "r"(b), "r"(c), "r"(d)
+                     : "memory");
+    else
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(a), "r"(b), "r"(c), "r"(d)
+                     : "memory");
+#else
+    *static_cast<uint4*>(at) = make_uint4(a, b, c, d);
+#endif
+}
+
+// store_values, to global memory by 16 bytes.
+template <class E, int count>
+__device__ __forceinline__ void store_values(typename E::Stored* at, const float (&x)[count], bool streams) {
+    if constexpr (count == 1) {
+        store_values<E>(at, x);
+    } else {
+        u32 words[count * sizeof(typename E::Stored) / 4];
+        pack_values<E>(x, words);
+#pragma unroll
+        for (int w = 0; w < int(sizeof(words) / 4); w += 4)
+            store_16(reinterpret_cast<u32*>(at) + w, words[w], words[w + 1], words[w + 2], words[w + 3],
+                     streams);
     }
 }
 
@@ -74,4 +110,19 @@ __device__ __forceinline__ void copy_values(const typename E::Stored* from, type
 template <class E>
 __device__ __forceinline__ float rounded_to(float x) {
     return E::widen(E::narrow(x));
+}
+
+// Neighbours of 16 bits are rounded by one instruction.
+template <class E, int count>
+__device__ __forceinline__ void round_values(float (&x)[count]) {
+    if constexpr (count == 1 || sizeof(typename E::Stored) == 4) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) x[i] = rounded_to<E>(x[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < count; i += 2) {
+            const u32 both = E::pack(x[i], x[i + 1]);
+            x[i] = E::widen(u16(both)), x[i + 1] = E::widen(u16(both >> 16));
+        }
+    }
 }
