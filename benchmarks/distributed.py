@@ -35,6 +35,7 @@ from samebits.distributed import (
     tp_plan,
     vocab_parallel_linear_logp,
 )
+from samebits.tools.graphs import captured
 
 ROWS = (1, 16, 128, 1024, 8192)
 PRODUCTS = ((8192, 4096), (8192, 8192), (14336, 4096), (28672, 8192))
@@ -88,8 +89,7 @@ def graphed(run: Callable[[], object], device: str, calls: int = 20) -> Callable
         for _ in range(3):
             run()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured() as graph:
         for _ in range(calls):
             run()
     return graph.replay

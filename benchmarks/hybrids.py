@@ -42,6 +42,7 @@ from benchmarks import steps
 from benchmarks.record import arguments, environment, results, write
 from benchmarks.steps import Form, SkippedError, Turn, context, fused, nothing
 from benchmarks.turns import processes
+from samebits.tools.graphs import captured
 
 DEVICE = "cuda"
 VOCABULARY = 16384
@@ -285,8 +286,7 @@ class Decoding:
         for _ in range(2):
             self.step()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with captured() as graph:
             self.step()
         self.forget()
         self._replay = graph.replay

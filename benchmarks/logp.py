@@ -26,6 +26,7 @@ from samebits.tools.bench import BenchCase
 from samebits.tools.bench.cases import stored_logits
 from samebits.tools.bench.clock import alone, timed
 from samebits.tools.bench.measure import check_logp
+from samebits.tools.graphs import captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,8 @@ def graphs(runs: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
     for name, run in runs.items():
         with torch.cuda.stream(stream):
             run()
-        graph = torch.cuda.CUDAGraph()
         with suppress(RuntimeError):  # another library may wait for the GPU
-            with torch.cuda.graph(graph, stream=stream):
+            with captured(stream=stream) as graph:
                 run()
             found[name] = graph.replay
     return found

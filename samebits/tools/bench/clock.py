@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import statistics
 import time
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from samebits.tools.bench.cases import F32, BenchCase, Run
+from samebits.tools.graphs import captured
 
 ALONE = 0.08
 """Seconds after which a GPU's clock follows the power of the code that runs."""
@@ -32,18 +32,11 @@ class Race:
         for operands in sets[:2]:
             run(*operands)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         # One output for each set of operands stays alive, so that results do not stay in the L2 cache.
         outputs: list[Any] = [None] * len(sets)
-        collects = gc.isenabled()
-        gc.disable()  # to destroy a graph that is garbage may end a capture
-        try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                for i in range(self._calls):
-                    outputs[i % len(sets)] = run(*sets[i % len(sets)])
-        finally:
-            if collects:
-                gc.enable()
+        with captured(pool=self._pool) as graph:
+            for i in range(self._calls):
+                outputs[i % len(sets)] = run(*sets[i % len(sets)])
         self._graphs[name] = graph, (run, sets)
 
     def only(self, names: Iterable[str]) -> Race:

@@ -12,6 +12,7 @@ from samebits.backends import chosen_backend
 from samebits.contract import Contract
 from samebits.ops.linear import linear
 from samebits.testing import values
+from samebits.tools.graphs import captured
 from samebits.tools.verify.case import BF16, F16, ProductCase
 from samebits.tools.verify.failures import finish
 from samebits.tools.verify.operands import Inputs, laid
@@ -78,8 +79,7 @@ def verify_rows(
             got = linear(x[here], weight)
             same("another stream", got, here)
 
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with captured() as graph:
             got = linear(x[here], weight)
         for _ in range(2):
             got.fill_(math.nan)
