@@ -501,9 +501,15 @@ def recurrent_layers() -> Iterator[Kernel]:
             delta_schedules.catalogue_of_linear() if x is BF16 and not (by_channel or erases) else ()
         ):
             options = {"hardware_exp2": True, "weighted": weighted}
-            for part in (linear.states, linear.rows, None):
-                yield linear_attention.kernel_spec(part, x, 64, keep=part is None, **options), HOPPER
+            for part in (linear.states, linear.rows):
+                yield linear_attention.kernel_spec(part, x, 64, **options), HOPPER
+            yield linear_attention.kernel_spec(linear_attention.BEGIN, x, 64, keep=True, **options), HOPPER
             yield linear_attention.kernel_spec(linear.states, F16, 80, keep=True, **options), HOPPER
+        for of_chunks in delta_schedules.catalogue_of_chunks() if x is BF16 and erases > by_channel else ():
+            options = {"hardware_exp2": True}
+            for kernel in (linear_attention.DELTA_BEGIN, of_chunks):
+                yield linear_attention.kernel_spec(kernel, x, 64, **options), HOPPER
+                yield linear_attention.kernel_spec(kernel, F16, 80, keep=True, **options), HOPPER
         for which, of in (
             ("matrices", delta_schedules.DeltaGradients(16, True, 2)),
             ("matrices", delta_schedules.DeltaGradients(64, True, 1)),

@@ -1,8 +1,8 @@
 """Delta rules and linear attention on CUDA tensors: ``kernels/delta*.cu``.
 
 ``delta.cu`` computes every forward. Where each sequence has one token, ``delta_step*.cu`` are faster, and
-without the delta rule so is :mod:`samebits.backends.cuda.linear_attention`. With a decay for each channel,
-``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
+with one decay for each head so is :mod:`samebits.backends.cuda.linear_attention`. With a decay for each
+channel, ``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
 
 Gradients take three launches after that one. The forward's kernels go through the chunks again, and keep a
 record of each of them. A kernel goes through them backwards, as each needs the gradient of the next one's
@@ -22,6 +22,7 @@ from samebits.backends.cuda import compiler, linear_attention, matmul, runtime, 
 from samebits.backends.cuda.delta_schedules import (
     FEW,
     STEP_KEYS,
+    DeltaChunks,
     DeltaGradients,
     Linear,
     Schedule,
@@ -31,6 +32,7 @@ from samebits.backends.cuda.delta_schedules import (
     choose_step,
     padded_size,
     prepared_memory,
+    takes_chunks,
 )
 from samebits.backends.cuda.operands import TYPES, address
 from samebits.backends.delta import Delta, layout
@@ -187,7 +189,7 @@ def forward(
     state: Tensor | None,
     out: Tensor,
     closed: Tensor | None,
-    schedule: Schedule | Step | Linear | None = None,
+    schedule: Schedule | Step | Linear | DeltaChunks | None = None,
 ) -> None:
     """See :mod:`samebits.backends.delta`."""
     if len(x.spans) and (x.v.shape[0] or state is not None or closed is not None):
@@ -208,7 +210,7 @@ def _run(
     out: Tensor | None,
     closed: Tensor | None,
     records: Tensor | None,
-    schedule: Schedule | Step | Linear | None,
+    schedule: Schedule | Step | Linear | DeltaChunks | None,
     prepared: Tensor | None = None,
 ) -> None:
     """Results, or with `records` what gradients need of every chunk."""
@@ -229,12 +231,13 @@ def _run(
     padded = padded_size(key_size)
     hardware_exp2, delta = _hardware_exp2(tensor_core, device), x.beta is not None
     few = tokens <= FEW * sequences
-    linear = tensor_core and not delta and not (few and records is None)
+    linear = tensor_core and not x.by_channel and not (few and records is None)
+    linear = linear and (not delta or takes_chunks(padded, device))
     if schedule is None and tensor_core and closed is None and _is_step(x, q, k, state, out):
         schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, delta, device)
     if not isinstance(schedule, Step):
         x = x.computed(ssd_steps.ssd_steps)
-    if isinstance(schedule, Linear) or (schedule is None and linear):
+    if isinstance(schedule, (Linear, DeltaChunks)) or (schedule is None and linear):
         linear_attention.run(x, (q, k, v), state, out, closed, records, schedule, hardware_exp2)
         return
     if schedule is None:

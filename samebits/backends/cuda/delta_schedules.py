@@ -10,11 +10,15 @@ import torch
 
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import devices
+from samebits.backends.delta import BLOCK
 from samebits.backends.recurrent import CHUNK
 
 __all__ = [
     "FEW",
+    "SCORE_BYTES",
     "STEP_KEYS",
+    "SYSTEM_BYTES",
+    "DeltaChunks",
     "DeltaGradients",
     "Linear",
     "LinearRows",
@@ -22,15 +26,18 @@ __all__ = [
     "Schedule",
     "Step",
     "catalogue",
+    "catalogue_of_chunks",
     "catalogue_of_gradients",
     "catalogue_of_linear",
     "catalogue_of_steps",
     "choose",
+    "choose_chunks",
     "choose_linear",
     "choose_of_gradients",
     "choose_step",
     "padded_size",
     "prepared_memory",
+    "takes_chunks",
 ]
 
 FEW = 16
@@ -248,6 +255,52 @@ def choose_linear(key_size: int, size: int, blocks: int, weighted: bool, device:
         [s for s in rows if s.tile < 2 * size and s.memory(key_size, weighted) <= info.max_smem] or rows[-1:],
     )
     return Linear(fitting[0][0], fitting[1][0])
+
+
+CHUNK_KEYS = 128
+"""The largest keys of the kernels that go through whole chunks with the delta rule."""
+SYSTEM_BYTES = 4 * (4 + BLOCK) * CHUNK + 6 * 512
+"""``struct System``: what a chunk's triangular system has of keys and decays."""
+SCORE_BYTES = 10 * 512
+"""``struct Scores``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaChunks:
+    """How the kernel goes through the chunks that has updates and results of the delta rule, too.
+
+    Attributes:
+        warps: in a block, of 16 columns of values each; as many more compute results.
+        stages: chunks in shared memory: at least 3.
+    """
+
+    warps: int
+    stages: int = 3
+
+    def memory(self, key_size: int, weighted: bool = False) -> int:
+        """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types."""
+        stored = CHUNK * (2 * (key_size + 8) + 16 * self.warps + 8)
+        of_warp = 4 * 16 * 20 + 2 * 32 * key_size
+        return self.stages * (2 * stored + SYSTEM_BYTES + SCORE_BYTES) + self.warps * of_warp
+
+
+def catalogue_of_chunks() -> tuple[DeltaChunks, ...]:
+    """Every schedule, for proofs."""
+    return DeltaChunks(1), DeltaChunks(2), DeltaChunks(4), DeltaChunks(1, 4)
+
+
+def takes_chunks(key_size: int, device: int) -> bool:
+    """Whether those kernels take keys of this size, a multiple of 16."""
+    least = DeltaChunks(1).memory(key_size)
+    return key_size <= CHUNK_KEYS and least <= devices.device_info(device).max_smem
+
+
+def choose_chunks(key_size: int, size: int, blocks: int, device: int) -> DeltaChunks:
+    """The schedule for sequences times heads `blocks`: wide tiles, if all multiprocessors have one."""
+    info = devices.device_info(device)
+    wide = size > 32 and blocks * -(-size // 64) >= info.sm_count
+    wanted = (DeltaChunks(4), DeltaChunks(2), DeltaChunks(1))[0 if wide else 1 if size > 16 else 2 :]
+    return next((s for s in wanted if s.memory(key_size) <= info.max_smem), wanted[-1])
 
 
 def padded_size(size: int) -> int:

@@ -273,6 +273,7 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
         choose, choose_of_gradients = delta_schedules.choose, delta_schedules.choose_of_gradients
         of_linear = [*delta_schedules.catalogue_of_linear()]
         linear, choose_linear = of_linear[number // 3 % len(of_linear)], delta_schedules.choose_linear
+        choose_chunks = delta_schedules.choose_chunks
 
         def chosen(dtype: torch.dtype, key_size: int, *rest: Any) -> delta_schedules.Schedule:
             *_, tensor_core, by_channel, device, weighted = rest
@@ -294,6 +295,12 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
             fits = needs <= devices.device_info(device).max_smem
             return linear if fits else choose_linear(key_size, *rest)
 
+        def chosen_chunks(key_size: int, *rest: Any) -> delta_schedules.DeltaChunks:
+            of_chunks = delta_schedules.catalogue_of_chunks()
+            chunks = of_chunks[number % len(of_chunks)]
+            fits = chunks.memory(key_size) <= devices.device_info(rest[-1]).max_smem
+            return chunks if fits else choose_chunks(key_size, *rest)
+
         def chosen_step(*of: Any) -> delta_schedules.Step:
             steps = delta_schedules.catalogue_of_steps(of[4])
             return steps[number % len(steps)]
@@ -301,6 +308,7 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
         with (
             mock.patch.object(delta, "choose", chosen),
             mock.patch.object(linear_attention, "choose_linear", chosen_linear),
+            mock.patch.object(linear_attention, "choose_chunks", chosen_chunks),
             mock.patch.object(delta, "choose_step", chosen_step),
             mock.patch.object(delta, "choose_of_gradients", chosen_of_gradients),
         ):

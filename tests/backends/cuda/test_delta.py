@@ -127,6 +127,43 @@ def test_which_schedule_a_step_takes(
     assert schedules.choose_step(torch.bfloat16, 128, size, blocks, by_channel, delta_rule, 0) == wanted
 
 
+CHUNK_FORMS = [
+    (torch.bfloat16, True, True, True, 2, 4, 128, 128),
+    (torch.float16, True, True, False, 1, 3, 128, 192),
+    (torch.bfloat16, True, True, True, 1, 2, 64, 40),
+    (torch.float16, True, True, True, 1, 2, 20, 17),
+    (torch.bfloat16, True, True, True, 1, 1, 96, 72),
+    (torch.bfloat16, True, True, True, 1, 1, 16, 16),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("part", [linear_attention.DELTA_BEGIN, *schedules.catalogue_of_chunks()], ids=str)
+def test_whole_chunks_compile_without_spills(part: schedules.DeltaChunks | str, dtype: torch.dtype) -> None:
+    spec = linear_attention.kernel_spec(part, dtype, 128, hardware_exp2=True)
+    found = resources(spec, "sm_90a")
+    assert found.spill_bytes == 0
+    assert found.local_bytes == 0
+
+
+@pytest.mark.parametrize("kib", [99, 163, 227])
+def test_every_size_of_whole_chunks_has_a_schedule_that_fits(
+    kib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(sm_count=132, max_smem=kib << 10)
+    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+    for key_size, size, blocks in itertools.product((16, 64, 128), (1, 17, 64, 128, 256), (1, 32, 256)):
+        assert schedules.takes_chunks(key_size, 0) == (kib > 99 or key_size == 16)
+        if schedules.takes_chunks(key_size, 0):
+            found = schedules.choose_chunks(key_size, size, blocks, 0)
+            assert found.memory(key_size) <= gpu.max_smem
+            assert found in schedules.catalogue_of_chunks()
+    assert not schedules.takes_chunks(144, 0)
+    if kib == 227:
+        assert schedules.choose_chunks(128, 128, 32, 0) == schedules.DeltaChunks(2)
+        assert schedules.choose_chunks(128, 128, 256, 0) == schedules.DeltaChunks(4)
+
+
 OF_LINEAR = list(
     dict.fromkeys(part for linear in schedules.catalogue_of_linear() for part in (linear.states, linear.rows))
 )
@@ -136,14 +173,14 @@ OF_LINEAR = list(
 @pytest.mark.parametrize(
     ("part", "keep"),
     [
-        (None, False),
+        (linear_attention.BEGIN, False),
         *((part, False) for part in OF_LINEAR),
         *((part, True) for part in OF_LINEAR if isinstance(part, schedules.LinearStates)),
     ],
     ids=str,
 )
 def test_linear_attention_compiles_without_spills(
-    part: schedules.LinearStates | schedules.LinearRows | None, keep: bool, weighted: bool
+    part: schedules.LinearStates | schedules.LinearRows | str, keep: bool, weighted: bool
 ) -> None:
     options = {"hardware_exp2": True, "weighted": weighted, "keep": keep}
     spec = linear_attention.kernel_spec(part, torch.bfloat16, 128, **options)
@@ -432,6 +469,43 @@ def test_every_schedule_of_linear_attention_has_the_references_bits(
         if max(s.memory(form[6], form[2] == "weighted") for s in kernels_of) > 227 << 10:
             pytest.skip("takes more shared memory than there is")
     assert_same_forward(operands(form), operands(form, "cuda"), schedule)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", CHUNK_FORMS)
+@pytest.mark.parametrize("schedule", [*schedules.catalogue_of_chunks(), None], ids=str)
+def test_every_schedule_of_whole_chunks_has_the_references_bits(
+    form: tuple[object, ...], schedule: schedules.DeltaChunks | None
+) -> None:
+    assert_same_forward(operands(form), operands(form, "cuda"), schedule)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+def test_whole_chunks_have_the_bits_of_windows(seed: int) -> None:
+    """At random shapes, of more chunks than fit into a test on a CPU."""
+    r = torch.Generator().manual_seed(seed)
+    heads, group, key_size, size, tokens = (
+        int(torch.randint(low, high, (), generator=r))
+        for low, high in ((1, 5), (1, 4), (1, 129), (1, 260), (800, 1500))
+    )
+    q, k = (
+        torch.nn.functional.normalize(torch.randn(tokens, heads, key_size, generator=r), dim=-1)
+        for _ in range(2)
+    )
+    v, cuts = torch.randn(tokens, heads * group, size, generator=r), torch.randint(tokens, (2,), generator=r)
+    g, beta = (torch.rand(tokens, heads * group, generator=r) for _ in range(2))
+    spans = torch.tensor([*itertools.pairwise([0, *sorted(cuts.tolist()), tokens])], dtype=torch.int32)
+    given = (t.to(torch.bfloat16).cuda() for t in (q, k, v))
+    x = Delta(*given, -g.cuda() / 4, beta.cuda(), None, None, None, spans.cuda(), 0.25, TENSOR_CORE.key)  # type: ignore[arg-type]
+    found = []
+    for schedule in (schedules.Schedule(16, 64, 8, 1), None, *schedules.catalogue_of_chunks()):
+        out, closed = empty_results(x), torch.full((3, heads * group, key_size, size), torch.nan).cuda()
+        kernels.forward(x, None, out, closed, schedule)
+        found.append((out, closed))
+    for got in found[1:]:
+        for a, b in zip(got, found[0], strict=True):
+            assert_same_bits(a, b)
 
 
 def assert_same_forward(on_cpu: Delta, on_gpu: Delta, schedule: Any) -> None:

@@ -50,6 +50,8 @@ OF_GRADIENTS = [
     # some warps have no channels
     ((torch.bfloat16, True, True, True, 1, 2, 80, 40), GRADIENTS[0]),
     ((torch.float16, True, True, "channels", 1, 2, 69, 17), GRADIENTS[0]),
+    # the forward's kernel of window after window
+    ((torch.bfloat16, True, True, True, 1, 1, 144, 24), GRADIENTS[0]),
 ]
 SCHEDULES = [schedules.Schedule(16, 16, 4, 1), schedules.Schedule(32, 64, 8, 2)]
 LINEAR_FORMS = [
@@ -67,6 +69,14 @@ LINEAR = [  # a schedule for each
     schedules.Linear(schedules.LinearStates(2, 32, 2), schedules.LinearRows(32, 1, 2, 8)),
     schedules.Linear(schedules.LinearStates(1, 16, 3), schedules.LinearRows(16, 1, 1, 8)),
 ]
+CHUNK_FORMS = [
+    # two tiles of values, the last of one warp; heads that share keys; odd sizes; all channels of a key
+    (torch.bfloat16, True, True, True, 1, 2, 48, 40),
+    (torch.bfloat16, True, True, False, 1, 4, 64, 16),
+    (torch.float16, True, True, True, 1, 1, 20, 17),
+    (torch.bfloat16, True, True, True, 1, 1, 128, 24),
+]
+CHUNKS = [schedules.DeltaChunks(*of) for of in ((2, 3), (1, 4), (4, 3), (1, 3))]  # a schedule for each
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +84,8 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     host_kernels.use(monkeypatch, kernels)
     host_kernels.use(monkeypatch, linear_attention)
     monkeypatch.setattr(linear_attention, "choose_linear", lambda *_: LINEAR[0])
+    monkeypatch.setattr(linear_attention, "choose_chunks", lambda *_: CHUNKS[0])
+    monkeypatch.setattr(kernels, "takes_chunks", lambda key_size, _: key_size <= 128)
     monkeypatch.setattr(matmul, "family", lambda device: AMPERE)
     monkeypatch.setattr(matmul, "check_contract", lambda contract, device: None)
 
@@ -94,7 +106,9 @@ def test_forward(form: tuple[object, ...], schedule: schedules.Schedule) -> None
     assert_same_forward(form, schedule)
 
 
-def assert_same_forward(form: tuple[object, ...], schedule: schedules.Schedule | schedules.Linear) -> None:
+def assert_same_forward(
+    form: tuple[object, ...], schedule: schedules.Schedule | schedules.Linear | schedules.DeltaChunks
+) -> None:
     """The results of one call and of several, the matrices after it, and the states that these leave."""
     x = operands(form)
 
@@ -114,6 +128,11 @@ def assert_same_forward(form: tuple[object, ...], schedule: schedules.Schedule |
 
 @pytest.mark.parametrize(("form", "schedule"), [*zip(LINEAR_FORMS, LINEAR, strict=True)], ids=str)
 def test_forward_without_the_delta_rule(form: tuple[object, ...], schedule: schedules.Linear) -> None:
+    assert_same_forward(form, schedule)
+
+
+@pytest.mark.parametrize(("form", "schedule"), [*zip(CHUNK_FORMS, CHUNKS, strict=True)], ids=str)
+def test_forward_by_whole_chunks(form: tuple[object, ...], schedule: schedules.DeltaChunks) -> None:
     assert_same_forward(form, schedule)
 
 
@@ -214,7 +233,10 @@ def test_which_kernel_takes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source(x, None) == "linear"
     assert source(dataclasses.replace(x, spans=x.spans.repeat(4, 1)), None) == "delta"  # of few tokens each
     assert source(dataclasses.replace(x, contract=FMA.key), None) == "delta"
-    assert source(dataclasses.replace(x, beta=torch.ones(x.v.shape[:2])), None) == "delta"
+    x = operands(CHUNK_FORMS[0])
+    assert source(x, None) == "linear"
+    assert source(dataclasses.replace(x, contract=FMA.key), None) == "delta"
+    assert source(operands((*CHUNK_FORMS[0][:6], 144, 40)), None) == "delta"  # of more than 128 channels
 
 
 @pytest.mark.parametrize(
@@ -222,11 +244,12 @@ def test_which_kernel_takes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ((torch.float32, False, True, True, 1, 1, 16, 16), schedules.Schedule(16, 16, 4, 1)),
         ((torch.bfloat16, True, False, True, 1, 1, 16, 16), LINEAR[2]),
+        ((torch.bfloat16, True, True, True, 1, 1, 16, 16), CHUNKS[2]),
     ],
 )
 def test_sequences_of_one_length(
     form: tuple[object, ...],
-    schedule: schedules.Schedule | schedules.Linear,
+    schedule: schedules.Schedule | schedules.Linear | schedules.DeltaChunks,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They need no spans, forward and backward."""
@@ -251,16 +274,23 @@ def test_sequences_of_one_length(
             assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("rows", [16, 64])
-@pytest.mark.parametrize("decays", [True, "channels"])
-def test_forward_where_all_decays(decays: object, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("decays", "schedule"),
+    [
+        *((x, schedules.Schedule(16, *of, 1)) for x in (True, "channels") for of in ((16, 4), (64, 8))),
+        (True, CHUNKS[0]),
+    ],
+)
+def test_forward_where_all_decays(
+    decays: object, schedule: schedules.Schedule | schedules.DeltaChunks
+) -> None:
     """Rows that are not there come behind decays to nothing."""
     x = operands((torch.bfloat16, True, True, decays, 1, 1, 16, 16))
     assert x.g is not None
     x = dataclasses.replace(x, g=x.g * 1000)
 
     def forward(x: Delta, state: Tensor | None, out: Tensor, closed: Tensor | None) -> None:
-        kernels.forward(x, state, out, closed, schedules.Schedule(16, rows, 8 if rows == 64 else 4, 1))
+        kernels.forward(x, state, out, closed, schedule)
 
     (want, last, _), (got, last_found, _) = (pieces(run, x) for run in (reference.forward, forward))
     assert_same_bits(got, want)

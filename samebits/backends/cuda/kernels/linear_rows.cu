@@ -21,13 +21,6 @@ struct Memory {
     Decays decays[STAGES];
 };
 
-// The block of scores at a place of their triangle: its first row and column.
-__device__ __forceinline__ int row_of(int block) { return ((block >= 1) + (block >= 3) + (block >= 6)) * 16; }
-__device__ __forceinline__ int column_of(int block) {
-    const int row = row_of(block) / 16;
-    return (block - row * (row + 1) / 2) * 16;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
@@ -53,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(const __gri
 #pragma unroll 4
         for (int x = threadIdx.x; x < steps * KEY_STEPS * 32; x += THREADS)
             cp_async_16(shared_address(m.matrix[stage] + x), from + x);
-        load_decays(m.decays[stage], p.decays[index]);
+        load_whole(m.decays[stage], p.decays[index]);
     };
     const int key_head = first_head / p.group;
     if (first) copy_rows<KEYS, KEY_SIZE>(m.queries, p.q, 0, 0, first, 0, 0);  // zeros
@@ -118,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(const __gri
             for (int x = 0; x < WIDE; ++x) {
                 if (!has(x)) continue;
                 const uint4 both = m.matrix[stage][((own_step + x) * KEY_STEPS + d) * 32 + lane];
-                right[x][0] = both.x, right[x][1] = both.y, right[x][2] = both.z, right[x][3] = both.w;
+                right[x][0] = both.x, right[x][1] = both.z, right[x][2] = both.y, right[x][3] = both.w;
             }
 #pragma unroll
             for (int t = 0; t < 4; ++t) {

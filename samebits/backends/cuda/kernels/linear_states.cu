@@ -8,7 +8,7 @@
 //   KEY_TILE  channels of a block, a multiple of 16
 //   STAGES    chunks in shared memory
 
-#include "linear.cuh"
+#include "linear_part.cuh"
 
 constexpr int TILE = 16 * WARPS, WIDE = KEY_TILE / 16;
 constexpr int KEY_STEPS = KEY_SIZE / 16, KEY_TILES = (KEY_SIZE + KEY_TILE - 1) / KEY_TILE;
@@ -19,71 +19,25 @@ struct Memory {
     Decays decays[STAGES];
 };
 
-// A warp's part of the matrix: 16 columns of values by the block's channels of keys.
-struct Part {
-    float c[WIDE][2][4];
-    int first_key, first_column;
-
-    // Calls `f` with each element's channel and column.
-    template <class F>
-    __device__ __forceinline__ void each(const F& f) {
-        const int lane = threadIdx.x % 32;
+// Carries a warp's part of the matrix on, to the chunk's end.
+__device__ __forceinline__ void close(Part<WIDE>& part, const Stored* keys, const Stored* values,
+                                      const Decays& decays) {
+    const float kept = exp2_of(decays.sums[CHUNK - 1]);
+    part.each([&](int, int, float& s) { s = __fmul_rn(s, kept); });
 #pragma unroll
-        for (int x = 0; x < WIDE * 2; ++x)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                f(first_key + x * 8 + lane % 4 * 2 + i % 2, first_column + lane / 4 + i / 2 * 8,
-                  c[x / 2][x % 2][i]);
-    }
-
-    __device__ __forceinline__ void read(const Params& p, const float* from) {
-        each([&](int d, int e, float& s) {
-            s = from && d < p.key_size && e < p.size ? from[i64(d) * p.size + e] : 0.0f;
-        });
-    }
-
-    __device__ __forceinline__ void write(const Params& p, float* to, bool canonical) {
-        each([&](int d, int e, float& s) {
-            if (d < p.key_size && e < p.size)
-                to[i64(d) * p.size + e] = canonical ? contract::canonical(s) : s;
-        });
-    }
-
-    // Rounded, as linear_rows.cu takes it.
-    __device__ __forceinline__ void write_rounded(uint4* to) const {
+    for (int j = 0; j < CHUNK; j += 16) {
+        u32 updates[4];
+        ldmatrix_x4<true>(updates, by_columns(values + j * VALUES, VALUES));
+        scale_pairs(updates, decays.left + j);
 #pragma unroll
         for (int x = 0; x < WIDE; ++x) {
-            const int step = first_key / 16 + x;
-            const auto pair = [&](int half, int i) { return E::pack(c[x][half][i], c[x][half][i + 1]); };
-            if (KEY_SIZE % KEY_TILE == 0 || step < KEY_STEPS)
-                to[step * 32 + threadIdx.x % 32] = make_uint4(pair(0, 0), pair(1, 0), pair(0, 2), pair(1, 2));
+            u32 right[4];
+            ldmatrix_x4<true>(right, by_rows(keys + j * LINE + x * 16, LINE));
+            mma_m16n8k16<TYPE == BF16>(part.c[x][0], updates, right);
+            mma_m16n8k16<TYPE == BF16>(part.c[x][1], updates, right + 2);
         }
     }
-
-    // To the matrix at the chunk's end.
-    __device__ __forceinline__ void close(const Stored* keys, const Stored* values, const Decays& decays) {
-        const float kept = exp2_of(decays.sums[CHUNK - 1]);
-        each([&](int, int, float& s) { s = __fmul_rn(s, kept); });
-#pragma unroll
-        for (int j = 0; j < CHUNK; j += 16) {
-            u32 updates[4];
-            ldmatrix_x4<true>(updates, by_columns(values + j * VALUES, VALUES));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* left = decays.left + j + i / 2 * 8 + threadIdx.x % 4 * 2;
-                updates[i] = E::pack(__fmul_rn(E::widen(u16(updates[i])), left[0]),
-                                     __fmul_rn(E::widen(u16(updates[i] >> 16)), left[1]));
-            }
-#pragma unroll
-            for (int x = 0; x < WIDE; ++x) {
-                u32 right[4];
-                ldmatrix_x4<true>(right, by_rows(keys + j * LINE + x * 16, LINE));
-                mma_m16n8k16<TYPE == BF16>(c[x][0], updates, right);
-                mma_m16n8k16<TYPE == BF16>(c[x][1], updates, right + 2);
-            }
-        }
-    }
-};
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_states(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
@@ -106,10 +60,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_states(const __g
                                   k + token * p.k_token, p.k_token, first, count, p.key_size - first_key);
         load_rows<VALUES, TILE>(m.values[stage], opened_updates(p, sequence, head) + first_column, p.size,
                                 v + token * p.v_token, p.v_token, first, count, p.size - first_column);
-        load_decays(m.decays[stage], p.decays[(place + chunk) * p.heads + head]);
+        load_whole(m.decays[stage], p.decays[(place + chunk) * p.heads + head]);
     };
 
-    Part part;
+    Part<WIDE> part;
     part.first_key = first_key, part.first_column = first_column + warp * 16;
     const i64 of_sequence = sequence * i64(p.heads) * p.key_size * p.size + own;
     part.read(p, state ? state + p.matrix + own : p.initial ? p.initial + of_sequence : nullptr);
@@ -153,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_states(const __g
         }
 #endif
         if (chunk < chunks - 1 || p.closed)
-            part.close(m.keys[stage], m.values[stage] + warp * 16, m.decays[stage]);
+            close(part, m.keys[stage], m.values[stage] + warp * 16, m.decays[stage]);
     }
     if (p.closed) part.write(p, p.closed + of_sequence, true);
     if (!updates_state) return;

@@ -1,9 +1,16 @@
-// What the kernels of linear attention without the delta rule share: linear_begin.cu, linear_states.cu, linear_rows.cu.
+// What the kernels of linear attention by chunks share: linear_*.cu, and with the delta rule delta_begin.cu, delta_chunks.cu.
 #pragma once
 
 #define TENSOR_CORE 1
 #define BY_CHANNEL 0
 #include "delta.cuh"
+
+// Threads that copy: those of more warps, which have no part of the matrix, or all.
+#ifndef HELPERS
+#define HELPERS 0
+#endif
+constexpr int COPIERS = HELPERS ? 32 * HELPERS : THREADS;
+__device__ __forceinline__ int copier() { return HELPERS ? threadIdx.x - THREADS : threadIdx.x; }
 
 // Of a chunk's rows, for one head. Those that are not there have the last one's sum, and leave nothing.
 struct Decays {
@@ -14,19 +21,37 @@ struct Decays {
 #endif
 };
 
+// What the triangular system of a chunk has of its keys, for one head. Rows that are not there have weights of zero.
+struct System {
+    float sums[CHUNK], since[CHUNK], left[CHUNK],
+        betas[CHUNK];               // decays from the chunk's start, and to its end
+    float own[CHUNK / 16][16][16];  // negated weights of [block, key, row] in the row's own block
+    uint4 earlier[6]
+                 [32];  // and of those before, rounded, as right operands of 16 x 16: block 1, 2, 2, 3, 3, 3
+};
+
+// Of its queries, rounded, up to the diagonal, as left operands of 16 x 16.
+struct Scores {
+    uint4 blocks[10][32];
+};
+
 struct Params {
     const Stored *q, *k, *v;
-    const float *g, *weights, *skip, *initial;
+    const float *g, *beta, *weights, *skip, *initial;
     float *state, *closed;
     Stored* out;  // float, if `wide`
     const int* spans;
     unsigned char* records;
     // What the kernels leave for each other.
-    int* counts;      // [sequences]: rows of their open chunks that states had; null without states
-    Stored* opened;   // [sequences, heads]: keys and updates of these rows
-    Decays* decays;   // [places, heads]
-    uint4* matrices;  // [places, heads]: those at the chunks' starts, rounded, as right operands of 16 x 16
-    i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, weight_token, weight_head;
+    int* counts;     // [sequences]: rows of their open chunks that states had; null without states
+    Stored* opened;  // [sequences, heads]: keys and updates of these rows
+    Decays* decays;  // [places, heads]
+    uint4*
+        matrices;  // [places, heads]: those at the chunks' starts, rounded, transposed, as left operands of 16 x 16
+    System* systems;  // [places, heads], with the delta rule
+    Scores* scores;   // [places, heads]: of its queries
+    i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
+        weight_token, weight_head;
     i64 words;                                          // of a sequence's state
     int matrix, keys, updates, decays_at, row_weights;  // where they are in it
     int key_size, size, heads, group, tokens, sequences;
@@ -69,14 +94,14 @@ __device__ __forceinline__ void copy_rows(Stored* to, const Stored* from, i64 li
     constexpr int PER = 16 / SIZE, EACH = WIDTH / PER;
     if ((reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16 == 0) {
 #pragma unroll 4
-        for (int x = first * EACH + threadIdx.x; x < last * EACH; x += THREADS) {
+        for (int x = first * EACH + copier(); x < last * EACH; x += COPIERS) {
             const int row = x / EACH, at = x % EACH * PER;
             const int bytes = row < count ? min(max(size - at, 0) * SIZE, 16) : 0;
             cp_async_16(shared_address(to + row * LINE + at), bytes ? from + row * line + at : from, bytes);
         }
     } else {
 #pragma unroll 1
-        for (int x = first * WIDTH + threadIdx.x; x < last * WIDTH; x += THREADS) {
+        for (int x = first * WIDTH + copier(); x < last * WIDTH; x += COPIERS) {
             const int row = x / WIDTH, at = x % WIDTH;
             to[row * LINE + at] = row < count && at < size ? from[row * line + at] : E::narrow(0.0f);
         }
@@ -91,7 +116,16 @@ __device__ __forceinline__ void load_rows(Stored* to, const Stored* opened, int 
     copy_rows<LINE, WIDTH>(to, given, line, first, CHUNK, count, size);
 }
 
-__device__ __forceinline__ void load_decays(Decays& to, const Decays& from) {
-    for (int x = threadIdx.x; x < int(sizeof(Decays) / 16); x += THREADS)
+// Copies a whole struct.
+template <class T>
+__device__ __forceinline__ void load_whole(T& to, const T& from) {
+    for (int x = copier(); x < int(sizeof(T) / 16); x += COPIERS)
         cp_async_16(shared_address(&to) + x * 16, reinterpret_cast<const uint4*>(&from) + x);
+}
+
+// The block of 16 x 16 scores at a place of their triangle, up to the diagonal: its first row and column.
+__device__ __forceinline__ int row_of(int block) { return ((block >= 1) + (block >= 3) + (block >= 6)) * 16; }
+__device__ __forceinline__ int column_of(int block) {
+    const int row = row_of(block) / 16;
+    return (block - row * (row + 1) / 2) * 16;
 }

@@ -1,0 +1,348 @@
+// The delta rule with one decay for each head, the second of two launches: updates, results, and the matrix from chunk to
+// chunk.
+//
+// docs/contract.md, "Recurrent layers", has the sums. A block takes 16 columns of values for each of WARPS warps, of one head
+// in one sequence, and goes through the chunks in order. A warp needs nothing of others: it has its columns' part of
+// the matrix in registers, transposed, with all channels of keys, and solves their triangular systems, one block of 16
+// rows after the other. While it solves one, tensor cores have what does not wait for that: what the next block reads
+// of the matrix, and what the last one adds to it. Updates take the place of values in shared memory.
+//
+// As many more warps copy the next chunk's operands, and compute the results of the chunk before: of its matrix,
+// rounded, and its updates. Results take the place of updates. For gradients they store what was of that chunk.
+//
+// Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and KEEP are those of delta.cu.
+//   STAGES  chunks in shared memory, at least 3
+
+#define WEIGHTED 0
+#define HELPERS WARPS
+#include "linear_part.cuh"
+
+constexpr int TILE = 16 * WARPS, STEPS = KEY_SIZE / 16, VALUES = TILE + PAD;
+constexpr int AHEAD = STAGES - 2;  // chunks on their way
+constexpr int LINE = 20;           // floats of a column of z, padded
+static_assert(STEPS <= 8, "between a block's rows is room for so many steps");
+
+struct Memory {
+    Stored keys[STAGES][CHUNK * KEYS], values[STAGES][CHUNK * VALUES];
+    System systems[STAGES];
+    float z[WARPS][16 * LINE];
+    uint4 matrix[2][WARPS][STEPS * 32];  // of this chunk and the one before, as left operands of 16 x 16
+#if !KEEP
+    Stored queries[STAGES][CHUNK * KEYS];
+    Scores scores[STAGES];
+#endif
+};
+
+// Rounded to 16 bits.
+__device__ __forceinline__ float rounded(float x) {
+    if constexpr (TYPE == BF16)
+        return __uint_as_float(E::pack(0.0f, x));
+    else
+        return E::widen(E::narrow(x));
+}
+
+// What a warp needs of a chunk.
+struct Chunk {
+    const Stored* keys;
+    Stored* values;  // of this warp's columns
+    const System& system;
+    float* z;
+    int first, count;  // rows that are tokens of this call
+#if KEEP
+    float* kept;  // z of all rows
+    int size, columns;
+#endif
+
+    // A step of what a block of rows reads of the matrix.
+    __device__ __forceinline__ void read(float (&acc)[2][4], const u32 (&matrix)[4], int block,
+                                         int step) const {
+        u32 right[4];
+        ldmatrix_x4<false>(right, by_columns(keys + block * 16 * KEYS + step * 16, KEYS));
+        mma_m16n8k16<TYPE == BF16>(acc[0], matrix, right);
+        mma_m16n8k16<TYPE == BF16>(acc[1], matrix, right + 2);
+    }
+
+    // What a block of rows adds to 16 channels of the matrix. The first comes to what is left of the chunk's start.
+    __device__ __forceinline__ void write(Part<STEPS>& part, const u32 (&updates)[4], int block,
+                                          int step) const {
+        float (&c)[2][4] = part.c[step];
+        const float over_chunk = system.since[CHUNK - 1];
+#pragma unroll
+        for (int i = 0; block == 0 && i < 8; ++i) c[i / 4][i % 4] = __fmul_rn(c[i / 4][i % 4], over_chunk);
+        u32 right[4];
+        ldmatrix_x4<true>(right, by_rows(keys + block * 16 * KEYS + step * 16, KEYS));
+        mma_m16n8k16<TYPE == BF16>(c[0], updates, right);
+        mma_m16n8k16<TYPE == BF16>(c[1], updates, right + 2);
+    }
+
+    // A block's rows of values, or what has taken their place, as left operand.
+    __device__ __forceinline__ void rows(u32 (&left)[4], int block) const {
+        ldmatrix_x4<true>(left, by_columns(values + block * 16 * VALUES, VALUES));
+    }
+
+    // Solves a block's rows, from what it and the blocks before leave of z. Two lanes have the same column. After each
+    // row comes `between`. If not all rows are tokens of this call, values have the others' updates: those that the
+    // state had, or zeros.
+    template <bool WHOLE, class F>
+    __device__ __forceinline__ void solve(int block, const F& between) const {
+        const int lane = threadIdx.x % 32, column = lane % 16, half = lane / 16, row0 = block * 16;
+        const float *own = system.own[block][0], *betas = system.betas + row0;
+        Stored* to = values + row0 * VALUES + column;
+        float y[16], u[16];
+#pragma unroll
+        for (int i = 0; i < 16; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(z + column * LINE + i);
+            y[i] = four.x, y[i + 1] = four.y, y[i + 2] = four.z, y[i + 3] = four.w;
+        }
+        if constexpr (KEEP) __syncwarp();  // both lanes have read
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            u[j] = rounded(__fmul_rn(betas[j], y[j]));
+            if constexpr (KEEP) z[column * LINE + j] = y[j];
+            if (!WHOLE && (row0 + j < first || row0 + j >= count)) u[j] = E::widen(to[j * VALUES]);
+#pragma unroll
+            for (int i = j + 1; i < 16; ++i) y[i] = __fmaf_rn(own[j * 16 + i], u[j], y[i]);
+            between(j);
+        }
+        if constexpr (!WHOLE) __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 16; j += 2) {
+            const u32 both = E::pack(u[j], u[j + 1]);
+            to[(j + half) * VALUES] = Stored(half ? both >> 16 : both);
+        }
+        __syncwarp();
+#if KEEP
+#pragma unroll 1
+        for (int x = lane; x < 16 * 16; x += 32) {
+            const int i = row0 + x / 16, e = x % 16;
+            if (i >= first && i < count && e < columns) kept[i * size + e] = z[e * LINE + x / 16];
+        }
+        __syncwarp();
+#endif
+    }
+
+    // Carries the matrix on, to the chunk's end. `matrix` is that of its start, rounded.
+    __device__ __forceinline__ void carry(Part<STEPS>& part, uint4* matrix) const {
+        const int lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
+        u32 updates[4];
+        float acc[2][4] = {};
+#pragma unroll
+        for (int x = 0; x < STEPS; ++x) {
+            u32 left[4];
+            part.rounded(x, left);
+            matrix[x * 32 + lane] = make_uint4(left[0], left[1], left[2], left[3]);
+            read(acc, left, 0, x);
+        }
+#pragma unroll
+        for (int block = 0; block < 4; ++block) {
+            u32 value[4];
+            rows(value, block);
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                const float2 since =
+                    *reinterpret_cast<const float2*>(system.since + block * 16 + x * 8 + in_pair);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float v = E::widen(Stored(value[x * 2 + i / 2] >> i % 2 * 16));
+                    acc[x][i] = __fsub_rn(v, __fmul_rn(acc[x][i], i % 2 ? since.y : since.x));
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < block; ++j) {
+                u32 left[4];
+                rows(left, j);
+                const uint4 weights = system.earlier[block * (block - 1) / 2 + j][lane];
+                const u32 right[4] = {weights.x, weights.y, weights.z, weights.w};
+                mma_m16n8k16<TYPE == BF16>(acc[0], left, right);
+                mma_m16n8k16<TYPE == BF16>(acc[1], left, right + 2);
+            }
+#pragma unroll
+            for (int x = 0; x < 4; ++x)
+                *reinterpret_cast<float2*>(z + (in_row + x % 2 * 8) * LINE + x / 2 * 8 + in_pair) =
+                    make_float2(acc[x / 2][x % 2 * 2], acc[x / 2][x % 2 * 2 + 1]);
+            __syncwarp();
+            float next[2][4] = {};
+            const auto between = [&](int row) {
+                const int step = row / 2;
+                if (step >= STEPS) return;
+                if (row % 2 && block < 3) {
+                    const uint4 own = matrix[step * 32 + lane];
+                    read(next, {own.x, own.y, own.z, own.w}, block + 1, step);
+                }
+                if (row % 2 == 0 && block) write(part, updates, block - 1, step);
+            };
+            if (block * 16 >= first && block * 16 + 16 <= count)
+                solve<true>(block, between);
+            else
+                solve<false>(block, between);
+            rows(updates, block);
+            scale_pairs(updates, system.left + block * 16);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) acc[i / 4][i % 4] = next[i / 4][i % 4];
+        }
+#pragma unroll
+        for (int x = 0; x < STEPS; ++x) write(part, updates, 3, x);
+    }
+};
+
+#if !KEEP
+// A chunk's results, in place of updates, by a warp for 16 columns.
+__device__ __forceinline__ void find_results(const Stored* queries, Stored* updates, const uint4* matrix,
+                                             const Scores& scores, const float* since, float scale) {
+    const int lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
+    float acc[4][2][4] = {};
+#pragma unroll
+    for (int x = 0; x < STEPS; ++x) {
+        const uint4 both = matrix[x * 32 + lane];
+        const u32 right[4] = {both.x, both.z, both.y, both.w};
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            u32 left[4];
+            ldmatrix_x4<false>(left, by_rows(queries + t * 16 * KEYS + x * 16, KEYS));
+            mma_m16n8k16<TYPE == BF16>(acc[t][0], left, right);
+            mma_m16n8k16<TYPE == BF16>(acc[t][1], left, right + 2);
+        }
+    }
+#pragma unroll
+    for (int x = 0; x < 32; ++x) {
+        float& y = acc[x / 8][x / 4 % 2][x % 4];
+        y = __fmul_rn(y, since[x / 8 * 16 + x / 2 % 2 * 8 + in_row]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        u32 right[4];
+        ldmatrix_x4<true>(right, by_rows(updates + j * 16 * VALUES, VALUES));
+#pragma unroll
+        for (int t = j; t < 4; ++t) {
+            const uint4 score = scores.blocks[t * (t + 1) / 2 + j][lane];
+            const u32 left[4] = {score.x, score.y, score.z, score.w};
+            mma_m16n8k16<TYPE == BF16>(acc[t][0], left, right);
+            mma_m16n8k16<TYPE == BF16>(acc[t][1], left, right + 2);
+        }
+    }
+    __syncwarp();  // all lanes have read updates
+    const auto result = [&](float y) { return contract::canonical(__fmul_rn(__fadd_rn(y, 0.0f), scale)); };
+#pragma unroll
+    for (int x = 0; x < 16; ++x) {
+        const float* c = acc[x / 4][x / 2 % 2] + x % 2 * 2;
+        const int i = x / 4 * 16 + x % 2 * 8 + in_row, e = x / 2 % 2 * 8 + in_pair;
+        E::store_pair(updates + i * VALUES + e, result(c[0]), result(c[1]));
+    }
+    __syncwarp();
+}
+#endif
+
+// Stores 16 columns of rows `first` to `last` - 1, of which `columns` exist, by one warp.
+__device__ __forceinline__ void store_rows(Stored* to, i64 line, const Stored* from, int first, int last,
+                                           int columns) {
+    const bool whole = (reinterpret_cast<u64>(to) | u64(line) * SIZE) % 16 == 0 && columns % 8 == 0;
+    const int lane = threadIdx.x % 32;
+#pragma unroll 4
+    for (int x = first * 2 + lane; whole && x < last * 2; x += 32) {
+        const int i = x / 2, e = x % 2 * 8;
+        if (e < columns)
+            *reinterpret_cast<uint4*>(to + i * line + e) =
+                *reinterpret_cast<const uint4*>(from + i * VALUES + e);
+    }
+    for (int x = first * 16 + lane; !whole && x < last * 16; x += 32) {
+        const int i = x / 16, e = x % 16;
+        if (e < columns) to[i * line + e] = from[i * VALUES + e];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    Memory& m = *reinterpret_cast<Memory*>(bytes);
+    const int head = blockIdx.y, sequence = blockIdx.z, first_column = blockIdx.x * TILE;
+    const int warp = threadIdx.x / 32 % WARPS;
+    const bool helps = threadIdx.x >= THREADS;
+    const Chunks mine(p, sequence, rows_before(p, sequence));
+    const int chunks = mine.number();
+    const i64 place = first_chunk(mine.begin, sequence), own = i64(head) * p.key_size * p.size;
+    float* state = p.state ? p.state + sequence * p.words : nullptr;
+    const bool updates_state = state && !KEEP && mine.rows > mine.before;
+
+    const i64 key_head = head / p.group;
+    const auto load = [&](int chunk) {
+        if (!helps || chunk >= chunks) return;
+        const int stage = chunk % STAGES, first = mine.first(chunk), count = mine.count(chunk);
+        const i64 token = mine.token(chunk), index = (place + chunk) * p.heads + head;
+        load_rows<KEYS, KEY_SIZE>(m.keys[stage], opened_keys(p, sequence, head), p.key_size,
+                                  p.k + key_head * p.k_head + token * p.k_token, p.k_token, first, count,
+                                  p.key_size);
+        load_rows<VALUES, TILE>(m.values[stage], opened_updates(p, sequence, head) + first_column, p.size,
+                                p.v + head * p.v_head + first_column + token * p.v_token, p.v_token, first,
+                                count, p.size - first_column);
+        load_whole(m.systems[stage], p.systems[index]);
+#if !KEEP
+        if (first) copy_rows<KEYS, KEY_SIZE>(m.queries[stage], p.q, 0, 0, first, 0, 0);  // zeros
+        copy_rows<KEYS, KEY_SIZE>(m.queries[stage], p.q + key_head * p.q_head + token * p.q_token, p.q_token,
+                                  first, CHUNK, count, p.key_size);
+        load_whole(m.scores[stage], p.scores[index]);
+#endif
+    };
+
+    Part<STEPS> part;
+    part.first_key = 0, part.first_column = first_column + warp * 16;
+    const int columns = p.size - part.first_column;  // that exist, of this warp's
+    const i64 of_sequence = sequence * i64(p.heads) * p.key_size * p.size + own;
+    if (!helps) part.read(p, state ? state + p.matrix + own : p.initial ? p.initial + of_sequence : nullptr);
+
+    for (int chunk = 0; chunk < AHEAD; ++chunk) {
+        load(chunk);
+        cp_async_commit();
+    }
+    for (int n = 0; n <= chunks; ++n) {
+        cp_async_wait<AHEAD - 1>();
+        __syncthreads();
+        load(n + AHEAD);
+        cp_async_commit();
+        const int chunk = n - helps, stage = chunk % STAGES;
+        if (chunk < 0 || chunk == chunks) continue;
+        const int first = mine.first(chunk), count = mine.count(chunk);
+        Stored* values = m.values[stage] + warp * 16;
+        uint4* matrix = m.matrix[chunk % 2][warp];
+        const auto copy_keys = [&](Stored* to, int first) {
+            for (int x = first * p.key_size + copier(); x < count * p.key_size; x += COPIERS)
+                to[x] = m.keys[stage][x / p.key_size * KEYS + x % p.key_size];
+        };
+#if KEEP
+        const int full = mine.before / CHUNK;  // which records leave out
+        const bool keeps = chunk >= full;
+        const Record record(p.records, (place + chunk - full) * p.heads + head, p.key_size, p.size);
+        if (helps) {
+            if (!keeps) continue;
+            store_rows(record.updates + part.first_column, p.size, values, 0, count, columns);
+            if (first_column == 0) copy_keys(record.keys, 0);
+            continue;
+        }
+        if (keeps) part.write(p, record.matrix, false);
+        float* kept = record.z + part.first_column;
+        Chunk{m.keys[stage],     values, m.systems[stage], m.z[warp], first,
+              keeps ? count : 0, kept,   p.size,           columns}
+            .carry(part, matrix);
+#else
+        const bool stays = updates_state && chunk == chunks - 1;  // open
+        if (!helps) {
+            if (stays && chunk) part.write(p, state + p.matrix + own, false);
+            Chunk{m.keys[stage], values, m.systems[stage], m.z[warp], first, count}.carry(part, matrix);
+            continue;
+        }
+        if (stays) {
+            Stored* updates = reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
+            store_rows(updates + part.first_column, p.size, values, first, count, columns);
+        }
+        if (stays && first_column == 0) {
+            copy_keys(reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * p.key_size, first);
+            for (int i = first + copier(); i < count; i += COPIERS)
+                state[p.decays_at + head * CHUNK + i] = m.systems[stage].sums[i];
+            if (head == 0 && copier() == 0) state[0] = float(count);
+        }
+        find_results(m.queries[stage], values, matrix, m.scores[stage], m.systems[stage].since, p.scale);
+        const i64 line = i64(p.heads) * p.size;
+        store_rows(p.out + mine.token(chunk) * line + i64(head) * p.size + part.first_column, line, values,
+                   first, count, columns);
+#endif
+    }
+    if (p.closed && !helps) part.write(p, p.closed + of_sequence, true);
+}
