@@ -41,6 +41,16 @@ __device__ __forceinline__ float rounded(float x) {
         return E::widen(E::narrow(x));
 }
 
+// Of 16 x 16 elements.
+__device__ __forceinline__ void step(float (&acc)[2][4], const u32 (&left)[4], const u32 (&right)[4]) {
+    mma_m16n8k16<TYPE == BF16>(acc[0], left, right);
+    mma_m16n8k16<TYPE == BF16>(acc[1], left, right + 2);
+}
+
+__device__ __forceinline__ void unpack(u32 (&to)[4], const uint4& from) {
+    to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
+}
+
 // What a warp needs of a chunk.
 struct Chunk {
     const Stored* keys;
@@ -53,26 +63,21 @@ struct Chunk {
     int size, columns;
 #endif
 
-    // A step of what a block of rows reads of the matrix.
-    __device__ __forceinline__ void read(float (&acc)[2][4], const u32 (&matrix)[4], int block,
-                                         int step) const {
-        u32 right[4];
+    // What steps of 16 channels take of a block's keys as right operands: to read the matrix, and to write it.
+    __device__ __forceinline__ void readers(u32 (&right)[4], int block, int step) const {
         ldmatrix_x4<false>(right, by_columns(keys + block * 16 * KEYS + step * 16, KEYS));
-        mma_m16n8k16<TYPE == BF16>(acc[0], matrix, right);
-        mma_m16n8k16<TYPE == BF16>(acc[1], matrix, right + 2);
+    }
+    __device__ __forceinline__ void writers(u32 (&right)[4], int block, int step) const {
+        ldmatrix_x4<true>(right, by_rows(keys + block * 16 * KEYS + step * 16, KEYS));
     }
 
-    // What a block of rows adds to 16 channels of the matrix. The first comes to what is left of the chunk's start.
-    __device__ __forceinline__ void write(Part<STEPS>& part, const u32 (&updates)[4], int block,
-                                          int step) const {
-        float (&c)[2][4] = part.c[step];
+    // A step of what a block adds to the matrix. The first comes to what is left of the chunk's start.
+    __device__ __forceinline__ void write(float (&c)[2][4], const u32 (&updates)[4], const u32 (&right)[4],
+                                          int block) const {
         const float over_chunk = system.since[CHUNK - 1];
 #pragma unroll
         for (int i = 0; block == 0 && i < 8; ++i) c[i / 4][i % 4] = __fmul_rn(c[i / 4][i % 4], over_chunk);
-        u32 right[4];
-        ldmatrix_x4<true>(right, by_rows(keys + block * 16 * KEYS + step * 16, KEYS));
-        mma_m16n8k16<TYPE == BF16>(c[0], updates, right);
-        mma_m16n8k16<TYPE == BF16>(c[1], updates, right + 2);
+        step(c, updates, right);
     }
 
     // A block's rows of values, or what has taken their place, as left operand.
@@ -88,20 +93,30 @@ struct Chunk {
         const int lane = threadIdx.x % 32, column = lane % 16, half = lane / 16, row0 = block * 16;
         const float *own = system.own[block][0], *betas = system.betas + row0;
         Stored* to = values + row0 * VALUES + column;
-        float y[16], u[16];
+        float y[16], u[16], weights[3][16];  // of the row, and of two more on their way
+        const auto load = [&](int j) {
+#pragma unroll
+            for (int i = (j + 1) / 4 * 4; j < 15 && i < 16; i += 4) {
+                const float4 four = *reinterpret_cast<const float4*>(own + j * 16 + i);
+                float* to = weights[j % 3] + i;
+                to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+            }
+        };
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
             const float4 four = *reinterpret_cast<const float4*>(z + column * LINE + i);
             y[i] = four.x, y[i + 1] = four.y, y[i + 2] = four.z, y[i + 3] = four.w;
         }
+        load(0), load(1);
         if constexpr (KEEP) __syncwarp();  // both lanes have read
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
+            load(j + 2);
             u[j] = rounded(__fmul_rn(betas[j], y[j]));
             if constexpr (KEEP) z[column * LINE + j] = y[j];
             if (!WHOLE && (row0 + j < first || row0 + j >= count)) u[j] = E::widen(to[j * VALUES]);
 #pragma unroll
-            for (int i = j + 1; i < 16; ++i) y[i] = __fmaf_rn(own[j * 16 + i], u[j], y[i]);
+            for (int i = j + 1; i < 16; ++i) y[i] = __fmaf_rn(weights[j % 3][i], u[j], y[i]);
             between(j);
         }
         if constexpr (!WHOLE) __syncwarp();
@@ -121,17 +136,18 @@ struct Chunk {
 #endif
     }
 
-    // Carries the matrix on, to the chunk's end. `matrix` is that of its start, rounded.
+    // Carries the matrix on, to the chunk's end. `matrix` gets that of its start, rounded.
     __device__ __forceinline__ void carry(Part<STEPS>& part, uint4* matrix) const {
         const int lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
-        u32 updates[4];
+        u32 left[4], right[STEPS][4], updates[4];
         float acc[2][4] = {};
 #pragma unroll
+        for (int x = 0; x < STEPS; ++x) readers(right[x], 0, x);
+#pragma unroll
         for (int x = 0; x < STEPS; ++x) {
-            u32 left[4];
             part.rounded(x, left);
             matrix[x * 32 + lane] = make_uint4(left[0], left[1], left[2], left[3]);
-            read(acc, left, 0, x);
+            step(acc, left, right[x]);
         }
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
@@ -149,39 +165,44 @@ struct Chunk {
             }
 #pragma unroll
             for (int j = 0; j < block; ++j) {
-                u32 left[4];
-                rows(left, j);
-                const uint4 weights = system.earlier[block * (block - 1) / 2 + j][lane];
-                const u32 right[4] = {weights.x, weights.y, weights.z, weights.w};
-                mma_m16n8k16<TYPE == BF16>(acc[0], left, right);
-                mma_m16n8k16<TYPE == BF16>(acc[1], left, right + 2);
+                u32 earlier[4], of_keys[4];
+                rows(earlier, j);
+                unpack(of_keys, system.earlier[block * (block - 1) / 2 + j][lane]);
+                step(acc, earlier, of_keys);
             }
 #pragma unroll
             for (int x = 0; x < 4; ++x)
                 *reinterpret_cast<float2*>(z + (in_row + x % 2 * 8) * LINE + x / 2 * 8 + in_pair) =
                     make_float2(acc[x / 2][x % 2 * 2], acc[x / 2][x % 2 * 2 + 1]);
             __syncwarp();
+            // Operands come a row before their step.
             float next[2][4] = {};
+            u32 reads[4], writes[4];
             const auto between = [&](int row) {
-                const int step = row / 2;
-                if (step >= STEPS) return;
-                if (row % 2 && block < 3) {
-                    const uint4 own = matrix[step * 32 + lane];
-                    read(next, {own.x, own.y, own.z, own.w}, block + 1, step);
+                const int x = row / 2;
+                if (row % 2 == 0) {
+                    if (block < 3 && row && x <= STEPS) step(next, left, reads);
+                    if (block && x < STEPS && row < 16) writers(writes, block - 1, x);
+                } else if (x < STEPS) {
+                    if (block) write(part.c[x], updates, writes, block - 1);
+                    if (block < 3) unpack(left, matrix[x * 32 + lane]), readers(reads, block + 1, x);
                 }
-                if (row % 2 == 0 && block) write(part, updates, block - 1, step);
             };
             if (block * 16 >= first && block * 16 + 16 <= count)
                 solve<true>(block, between);
             else
                 solve<false>(block, between);
+            between(16);
             rows(updates, block);
+            if (block == 3)
+#pragma unroll
+                for (int x = 0; x < STEPS; ++x) writers(right[x], 3, x);
             scale_pairs(updates, system.left + block * 16);
 #pragma unroll
             for (int i = 0; i < 8; ++i) acc[i / 4][i % 4] = next[i / 4][i % 4];
         }
 #pragma unroll
-        for (int x = 0; x < STEPS; ++x) write(part, updates, 3, x);
+        for (int x = 0; x < STEPS; ++x) write(part.c[x], updates, right[x], 3);
     }
 };
 

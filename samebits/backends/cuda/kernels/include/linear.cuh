@@ -91,19 +91,27 @@ __device__ __forceinline__ Stored* opened_updates(const Params& p, int sequence,
 template <int LINE, int WIDTH>
 __device__ __forceinline__ void copy_rows(Stored* to, const Stored* from, i64 line, int first, int last,
                                           int count, int size) {
-    constexpr int PER = 16 / SIZE, EACH = WIDTH / PER;
-    if ((reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16 == 0) {
-#pragma unroll 4
-        for (int x = first * EACH + copier(); x < last * EACH; x += COPIERS) {
-            const int row = x / EACH, at = x % EACH * PER;
-            const int bytes = row < count ? min(max(size - at, 0) * SIZE, 16) : 0;
-            cp_async_16(shared_address(to + row * LINE + at), bytes ? from + row * line + at : from, bytes);
-        }
-    } else {
+    constexpr int PER = 16 / SIZE, EACH = WIDTH / PER, STEP = COPIERS / EACH;  // of a row; rows at a time
+    constexpr bool KEEPS_PLACE = COPIERS % EACH == 0 && CHUNK % STEP == 0;     // a thread, in each row
+    if ((reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16) {
 #pragma unroll 1
         for (int x = first * WIDTH + copier(); x < last * WIDTH; x += COPIERS) {
             const int row = x / WIDTH, at = x % WIDTH;
             to[row * LINE + at] = row < count && at < size ? from[row * line + at] : E::narrow(0.0f);
+        }
+    } else if (KEEPS_PLACE && first == 0 && min(last, count) == CHUNK && size >= WIDTH) {
+        const int own = copier() / EACH, at = copier() % EACH * PER;
+        const u32 address = shared_address(to + own * LINE + at);
+        from += own * line + at;
+#pragma unroll
+        for (int row = 0; row < CHUNK; row += STEP, from += STEP * line)
+            cp_async_16(address + row * LINE * SIZE, from);
+    } else {
+#pragma unroll 1
+        for (int x = first * EACH + copier(); x < last * EACH; x += COPIERS) {
+            const int row = x / EACH, at = x % EACH * PER;
+            const int bytes = row < count ? min(max(size - at, 0) * SIZE, 16) : 0;
+            cp_async_16(shared_address(to + row * LINE + at), bytes ? from + row * line + at : from, bytes);
         }
     }
 }
@@ -119,6 +127,7 @@ __device__ __forceinline__ void load_rows(Stored* to, const Stored* opened, int 
 // Copies a whole struct.
 template <class T>
 __device__ __forceinline__ void load_whole(T& to, const T& from) {
+#pragma unroll
     for (int x = copier(); x < int(sizeof(T) / 16); x += COPIERS)
         cp_async_16(shared_address(&to) + x * 16, reinterpret_cast<const uint4*>(&from) + x);
 }
