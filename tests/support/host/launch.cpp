@@ -16,9 +16,9 @@ struct Barrier {
 
 template <class P>
 P taken_by(void (*)(P));
-using Given = decltype(taken_by(ENTRY));
+using KernelParams = decltype(taken_by(ENTRY));
 
-static const Given* params;
+static const KernelParams* params;
 static ucontext_t all, threads[MOST];
 static char stacks[MOST][1 << 17];
 static Barrier of_block, of_warp[MOST / WARP], *waits_at[MOST];
@@ -95,7 +95,7 @@ static void run_block(int count, bool backwards) {
 
 // Every second launch begins with the last warps and blocks: order must not matter. Returns whether blocks kept to
 // their `shared` bytes of shared memory.
-extern "C" bool launch(const Given* given, int x, int y, int z, int count, int shared) {
+extern "C" bool launch(const KernelParams* given, int x, int y, int z, int count, int shared) {
     static bool backwards = true;
     backwards = !backwards;
     params = given;
