@@ -37,7 +37,8 @@ def add_adapters(
         b: ``[slots, N, rank]``, of any strides, with a rank that is a multiple of 16.
         adapters: int64 ``[tokens]``, the slot of each token. Any number that is no slot means none: then the
             token keeps its output. The values stay on the device: nothing waits for them.
-        scalings: float32 ``[slots]``.
+        scalings: float32 ``[slots, slices]``. NaN means that the slot's adapter has no such slice: its tokens
+            keep their output there.
         ends: where each slice ends, the last one at N.
 
     Raises:
@@ -75,7 +76,7 @@ def add_adapters(
     for name, t, wanted in (
         ("inner", inner, (len(base), slots * len(ends) * rank)),
         ("adapters", adapters, (len(base),)),
-        ("scalings", scalings, (slots,)),
+        ("scalings", scalings, (slots, len(ends))),
     ):
         if t.shape != wanted:
             raise ValueError(f"samebits.{_OP}: {name}: expected shape {wanted}, got {shape(t)}")

@@ -12,6 +12,7 @@ depend on the adapters beside it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -109,7 +110,7 @@ class _Adapters:
         n: rows of the layer's own.
         b: ``[slots, N, rank]``. Ranks are filled up with zeros.
         ends: of the slices.
-        scalings: of the slots, in memory that CUDA graphs may keep.
+        scalings: ``[slots, slices]``, in memory that CUDA graphs may keep. NaN: an adapter has no such slice.
         wrapper: vLLM's, which knows the slots of tokens.
     """
 
@@ -131,11 +132,18 @@ class _Adapters:
         return self._add(base, linear(x, self.weights[self.n :]))
 
     def reset(self, slot: int) -> None:
-        """Put zeros in a slot, behind its rank too, as vLLM's sleep does not keep them."""
+        """Put zeros in a slot, behind its rank too, as vLLM's sleep does not keep them, and no scaling."""
         self.weights[self.n :].unflatten(0, (len(self.b), -1))[slot] = 0
         self.b[slot] = 0
+        self.scalings[slot] = torch.nan
         if self.biases is not None:
             self.biases[self.n :] = 0
+
+    def scale(self, slot: int, a: Tensor | list[Tensor | None], scaling: float) -> None:
+        """Scale the slices of a slot that have an A. One A, or those of groups, are of all slices."""
+        has = [part is not None for part in a] if isinstance(a, list) else []
+        found = has if len(has) == len(self.ends) else [True] * len(self.ends)
+        self.scalings[slot] = torch.tensor([scaling if there else torch.nan for there in found])
 
     def holds(self, layer: Any) -> bool:
         """Whether the layer's weight and bias still are those in `weights` and `biases`."""
@@ -155,16 +163,14 @@ def _of(module: Any) -> _Adapters | None:
 def _joined(own: Callable[[Any], None]) -> Callable[[Any], None]:
     def _create_lora_modules(self: Any) -> None:
         own(self)
-        scalings = torch.zeros(self.lora_slots, dtype=torch.float32, device=self.device)
-        self.samebits_scalings = scalings
         for module in self.modules.values():
             if type(module).__name__ in _LAYERS:
-                module.samebits_adapters = _join(module, scalings)
+                module.samebits_adapters = _join(module)
 
     return _create_lora_modules
 
 
-def _join(module: Any, scalings: Tensor) -> _Adapters | None:
+def _join(module: Any) -> _Adapters | None:
     """Put all A of a layer behind its weight, and all B into one tensor. vLLM's own become views of them.
 
     None: its weight is no matrix of the adapters' dtype.
@@ -184,6 +190,7 @@ def _join(module: Any, scalings: Tensor) -> _Adapters | None:
         biases[:n] = bias.data
         bias.data = biases[:n]
     a, b = weights[n:].view(slots, slices, padded, k), stacked_b[0].new_zeros(slots, n, padded)
+    scalings = torch.full((slots, slices), torch.nan, dtype=torch.float32, device=weight.device)
     module.lora_a_stacked = tuple(a[:, i : i + 1, :rank] for i in range(slices))
     spans = itertools.pairwise((0, *ends))
     module.lora_b_stacked = tuple(b[:, None, begin:end, :rank] for begin, end in spans)
@@ -250,8 +257,11 @@ def _with_scaling(own: Callable[..., Any]) -> Callable[..., Any]:
         for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
             if getattr(peft_helper, name, None):
                 raise RefusedError(what, f"it has a {name}", "give all its layers one rank and alpha")
+        scaling = float(peft_helper.vllm_lora_scaling_factor)
+        if math.isnan(scaling):
+            raise RefusedError(what, "its scaling is NaN", "give it a lora_alpha that is a number")
         model = own(cls, lora_model_id, tensors, peft_helper, *args, **kwargs)
-        model.samebits_scaling = float(peft_helper.vllm_lora_scaling_factor)
+        model.samebits_scaling = scaling
         return model
 
     return from_lora_tensors
@@ -273,9 +283,11 @@ def _activate(own: Callable[..., bool]) -> Callable[..., bool]:
             self.samebits_ready = True
             _make_ready([*self.modules.values()], self.max_num_batched_tokens)
         activated = own(self, lora_id)
-        if activated:
-            at = self.lora_index_to_id.index(lora_id)
-            self.samebits_scalings[at] = getattr(model, "samebits_scaling", 1.0)
+        slot = self.lora_index_to_id.index(lora_id)
+        for name, module in self.modules.items() if activated else ():
+            adapters, weights = _of(module), self._get_lora_layer_weights(model, name)
+            if adapters is not None and weights:
+                adapters.scale(slot, weights.lora_a, getattr(model, "samebits_scaling", 1.0))
         return activated
 
     return activate_adapter

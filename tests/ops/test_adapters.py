@@ -20,6 +20,9 @@ in_dtypes = pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 
 ENDS, SLOTS, RANK, K = (24, 40, 72), 3, 5, 40
 """Of queries, keys and values; the rank is filled up with zeros."""
+NO = float("nan")
+SCALINGS = torch.tensor([[0.7, 0.7, 0.7], [NO, 2.0, NO], [-1.3, NO, -1.3]])
+"""Of each adapter's slices. The second has keys alone."""
 
 
 def layer(dtype: torch.dtype, device: str) -> tuple[Tensor, list[list[Tensor]], list[list[Tensor]]]:
@@ -42,8 +45,8 @@ def operands(x: Tensor, whose: Tensor) -> tuple[Any, ...]:
         for i in range(3):
             every_a[s, i, :RANK] = a[s][i]
     both = samebits.linear(x, torch.cat([weight, every_a.flatten(0, 2)]))
-    scalings = torch.tensor([0.7, 2.0, -1.3], device=x.device)
-    return *both.split([ENDS[-1], SLOTS * 3 * 16], 1), every_b, whose, scalings, ENDS
+    both[::2, : ENDS[-1]] *= -0.0
+    return *both.split([ENDS[-1], SLOTS * 3 * 16], 1), every_b, whose, SCALINGS.to(x.device), ENDS
 
 
 @on_devices
@@ -56,10 +59,12 @@ def test_steps_of_peft_for_each_token_alone(device: str, dtype: torch.dtype) -> 
     weight, a, b = layer(dtype, device)
     for t, s in enumerate(whose.tolist()):
         row = x[t : t + 1]
-        want = samebits.linear(row, weight)
+        want = samebits.linear(row, weight) * (1.0 if t % 2 else -0.0)
         if 0 <= s < SLOTS:
-            added = [samebits.linear(samebits.linear(row, p), q) for p, q in zip(a[s], b[s], strict=True)]
-            want = want + torch.cat(added, 1) * float(given[4][s])
+            parts = want.tensor_split(ENDS[:2], 1)
+            for part, p, q, scaling in zip(parts, a[s], b[s], SCALINGS[s].tolist(), strict=True):
+                if scaling == scaling:
+                    part += samebits.linear(samebits.linear(row, p), q) * scaling
         assert_same_bits(got[t : t + 1], want, f"token {t}")
     assert_same_bits(add_adapters(*given[:3], torch.full_like(whose, -1), *given[4:]), given[0].contiguous())
     assert add_adapters(*(t[:0] for t in given[:2]), given[2], whose[:0], *given[4:]).shape == (0, ENDS[-1])

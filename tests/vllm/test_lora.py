@@ -89,6 +89,8 @@ def test_a_slot_that_others_had(adapted: Any, engine: Engine) -> None:
         check(adapter)
     loaded = llm.llm_engine.model_executor.driver_worker.get_model()
     layers = [m for m in loaded.modules() if "samebits_adapters" in vars(m)]
+    slices = [bool(there) for m in layers[:4] for there in m.samebits_adapters.scalings[0].isfinite()]
+    assert slices == [True, False, False, False, False, True, True]  # "narrow" has no k, v, o and gate
     for layer in layers:  # level 2 of vLLM's sleep keeps no such memory
         own = layer.samebits_adapters
         for lost in (own.weights[own.n :], own.b, own.scalings):

@@ -25,11 +25,11 @@ def add_adapters(
     each = inner.reshape(len(base), slots, len(ends), rank)
     for s in range(slots):
         (rows,) = (adapters == s).nonzero(as_tuple=True)
-        if len(rows) == 0:
-            continue
         for i, (begin, end) in enumerate(itertools.pairwise((0, *ends))):
+            if len(rows) == 0 or scalings[s, i].isnan():
+                continue
             x, w = each[rows, s, i], b[s, begin:end].mT
             outer = matmul(x, w, bias=None, out_dtype=dtype, contract=contract)
-            added = rounded(outer.float() * scalings[s], dtype)
+            added = rounded(outer.float() * scalings[s, i], dtype)
             out[rows, begin:end] = rounded(base[rows, begin:end].float() + added.float(), dtype)
     return out

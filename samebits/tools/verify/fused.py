@@ -348,7 +348,9 @@ def _drawn_adapters(
     inner, b = (tokens, slots * len(ends) * rank), (slots, ends[-1], rank)
     drawn = _drawn(kind, (inner, dtype), (b, dtype), ((tokens, ends[-1]), dtype))
     whose = torch.randint(-1, slots, (tokens,), generator=torch.Generator().manual_seed(tokens))
-    return *drawn, whose, torch.linspace(-0.3, 2.1, slots)
+    scalings = torch.linspace(-0.3, 2.1, slots * len(ends)).view(slots, -1)
+    scalings[0, -1] = torch.nan  # the first adapter has no such slice
+    return *drawn, whose, scalings
 
 
 def _adapted(

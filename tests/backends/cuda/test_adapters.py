@@ -72,10 +72,12 @@ def operands(case: Case, dtype: torch.dtype, kind: str) -> Operands:
     inner = values(kind, (tokens, slots, len(ends), rank), dtype, 1)
     inner[whose[:, None] != torch.arange(slots)] = torch.nan
     base, inner = values("normal", (tokens, ends[-1]), dtype, 2), inner.flatten(1)
+    base[:, ::5] = -0.0
     if case.gaps:
         base, inner = torch.cat([base, inner], 1).split([base.shape[1], inner.shape[1]], 1)
     b = values(kind, (slots, ends[-1], rank), dtype, 3)
-    scalings = torch.randn(slots, generator=g)
+    scalings = torch.randn(slots, len(ends), generator=g)
+    scalings[torch.rand(scalings.shape, generator=g) < 0.3] = torch.nan
     return Operands(base, inner, b, whose, scalings, ends)
 
 

@@ -1,7 +1,7 @@
 // Adapters (LoRA) of a layer's tokens, added to its output: docs/contract.md, "Adapters".
 //
-// out[t, n] = base[t, n] + round(round(inner[t, s, i] . b[s, n]) * scalings[s]), for the adapter s of token t and the
-// slice i that n is in. Where s names none of the slots, it is base[t, n].
+// out[t, n] = base[t, n] + round(round(inner[t, s, i] . b[s, n]) * scalings[s, i]), for the adapter s of token t and
+// the slice i that n is in. Where s names none of the slots, or its scaling is NaN, it is base[t, n].
 //
 // A warp has 32 columns of a slice, and 16 tokens at a time: the rows of one tensor-core step. It takes one step after
 // the other for each adapter among them, with zeros in place of other tokens' rows, and a row keeps the result of its
@@ -127,12 +127,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELD > 2 ? 4 : 5)
                 write(p.out + i64(token[h]) * p.ends[SLICES - 1] + column, columns, base[h]);
         }
         const auto finish = [&](int h, const float (&sum)[OF_LANE]) {
-            const float scaling = p.scalings[of[h]];
-            Run out;
+            const float scaling = p.scalings[of[h] * SLICES + part.slice];
+            Run out = base[h];
 #pragma unroll
             for (int i = 0; i < OF_LANE; ++i) {
                 const float added = rounded_to<E>(__fmul_rn(rounded_to<E>(sum[i]), scaling));
-                out.of[i] = E::narrow(contract::canonical(__fadd_rn(E::widen(base[h].of[i]), added)));
+                if (scaling == scaling)
+                    out.of[i] = E::narrow(contract::canonical(__fadd_rn(E::widen(out.of[i]), added)));
             }
             write(p.out + i64(token[h]) * p.ends[SLICES - 1] + column, columns, out);
         };
