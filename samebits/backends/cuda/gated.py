@@ -11,11 +11,10 @@ from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.operands import TYPES
 
 _THREADS = 256
-_RUNS = 2  # of a thread, in gated.cu
 _NO_LIMIT = float("inf")
 
 
-_PARAMS = {"gated": "PPPqqqqiffi", "gated_backward": "PPPPPqqqqqqiff"}
+_PARAMS = {"gated": "PPPqqqqiff", "gated_backward": "PPPPPqqqqqqiff"}
 
 
 def kernel_spec(
@@ -31,8 +30,7 @@ def kernel_spec(
     """The kernel of ``gated.cu`` or ``gated_backward.cu``."""
     fast = fast_silu and entry == "gated" and dtype == torch.bfloat16 and activation == "silu"
     of = ("IN", TYPES[dtype]), ("ACTIVATION", activation.upper()), ("FAST_SILU", int(fast))
-    runs = (("RUNS", _RUNS),) if entry == "gated" else ()
-    constants = *of, ("FORM", form), ("VECTOR", vector), *runs
+    constants = *of, ("FORM", form), ("VECTOR", vector)
     return compiler.KernelSpec(
         f"{entry}.cu", entry, _PARAMS[entry], constants, block=_THREADS, programmatic=programmatic
     )
@@ -141,9 +139,9 @@ def _launch(
         vector = 1
     count = rows * (n // vector)
     _kernel(gate.get_device(), "gated", gate.dtype, activation, form, vector).launch(
-        (-(-count // (_RUNS * _THREADS)), 1, 1),
+        (-(-count // _THREADS), 1, 1),
         *(gate.data_ptr(), up, to.data_ptr(), gate_row, up_row, out_row),
-        *(count, n // vector, limit, alpha, runtime.beyond_l2(to)),
+        *(count, n // vector, limit, alpha),
     )
     if to.data_ptr() != out.data_ptr():
         out.copy_(to.view(out.shape))

@@ -56,7 +56,7 @@ def test_gradients_of_gated(
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("n", [37, 96])
 def test_gated(monkeypatch: pytest.MonkeyPatch, activation: str, dtype: torch.dtype, n: int) -> None:
-    """Threads have several runs, the last of which have few. The result may take an operand's place."""
+    """Several blocks, the last of which is not full. The result may take an operand's place."""
     host_kernels.use(monkeypatch, gated)
     limit = 2.5 if activation == "gpt_oss" else NO_LIMIT
     for rows, kind in ((0, "normal"), (1, "special"), (3, "wide"), (50, "special"), (83, "brink")):

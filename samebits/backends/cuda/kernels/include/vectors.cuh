@@ -111,18 +111,3 @@ template <class E>
 __device__ __forceinline__ float rounded_to(float x) {
     return E::widen(E::narrow(x));
 }
-
-// Neighbours of 16 bits are rounded by one instruction.
-template <class E, int count>
-__device__ __forceinline__ void round_values(float (&x)[count]) {
-    if constexpr (count == 1 || sizeof(typename E::Stored) == 4) {
-#pragma unroll
-        for (int i = 0; i < count; ++i) x[i] = rounded_to<E>(x[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < count; i += 2) {
-            const u32 both = E::pack(x[i], x[i + 1]);
-            x[i] = E::widen(u16(both)), x[i + 1] = E::widen(u16(both >> 16));
-        }
-    }
-}
