@@ -412,6 +412,8 @@ def run(
     split = f"_tp{options.ranks}" if segments(options) > 1 else ""
     file = f"{name}{breadth}{split}.json"
     data: dict[str, Any] = {"environment": environment(options.commit), "cases": []}
+    if split:
+        data["ranks"] = options.ranks
     spawn = multiprocessing.get_context("spawn")
     failed: list[Exception] = []
     with ProcessPoolExecutor(len(kinds) if beside else 1, spawn) as pool:

@@ -75,6 +75,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "sglang_8b.json": {"sglang": models.gpu_engine},
     "sglang_bits.json": {"sglang-bits": models.gpu_engine_bits},
     "vllm_bits_breadth.json": {"vllm-bits-breadth": models.gpu_engine_bits},
+    "vllm_bits_breadth_tp2.json": {"vllm-bits-split": models.gpu_engine_bits},
     "unaligned.json": {"unaligned": products.gpu_unaligned},
     "verify.json": {"verify": proofs.gpu_verify},
 }

@@ -25,9 +25,15 @@ __all__ = ["blocks", "experts_of", "install", "replaced", "routers", "set_expert
 
 
 def install(hooks: Hooks) -> None:
-    """Leave the weights of experts as they were loaded."""
+    """Leave the weights of experts as they were loaded: no kernel of vLLM's is made of them."""
     method = UnquantizedFusedMoEMethod
     hooks.replace(method, "process_weights_after_loading", keep_weights, "self", "layer")
+    if hasattr(MoERunner, "maybe_init_modular_kernel"):  # up to vLLM 0.26, on several GPUs
+        hooks.replace(MoERunner, "maybe_init_modular_kernel", _nothing, "self")
+
+
+def _nothing(self: Any) -> None:
+    pass
 
 
 def blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -41,7 +41,7 @@ ROUNDED_ONCE = ("GptOssForCausalLM",)
 COVERED = (
     ("dense decoders", "yes", "yes"),
     ("mixtures of experts", "yes", "Qwen3-MoE, GPT-OSS"),
-    ("recurrent layers of Mamba 2 and of gated delta rules, with prefixes and preemption", "yes", "not run"),
+    ("recurrent layers of Mamba 2 and of gated delta rules, with prefixes and preemption", "yes", "without preemption"),
     ("MLA, as expanded keys and values", "yes", "refused"),
     ("MLA in its absorbed form (`VLLM_MLA_DISABLE=0`)", "yes", "yes"),
     ("block FP8, dense: checkpoints, and weights quantized while they are loaded", "yes", "checkpoints"),
@@ -55,7 +55,7 @@ COVERED = (
     ("structured outputs: raw log-probs", "yes", "not run"),
     ("speculation by n-grams or a draft model", "yes", "not run"),
     ("new weights by `load_weights` and `reload_weights`", "yes", "by TRL"),
-    ("`tensor_parallel_size` of 1, 2, 4, with sums in segments", "yes", "not run"),
+    ("`tensor_parallel_size` of 1, 2, 4, with sums in segments", "yes", "2, dense"),
     ("sleep mode, weights by NCCL or IPC handles", "vLLM has none", "not run"),
 )
 """What was compared with ``transformers``, every token with the same bits: on CPUs with 0.32.0, on GPUs with
