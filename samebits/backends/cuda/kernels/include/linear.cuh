@@ -23,11 +23,12 @@ struct Decays {
 
 // What the triangular system of a chunk has of its keys, for one head. Rows that are not there have weights of zero.
 struct System {
-    float sums[CHUNK], since[CHUNK], left[CHUNK],
-        betas[CHUNK];               // decays from the chunk's start, and to its end
+    // Decays from the chunk's start: their sums, and what is left. What of a row is left at the chunk's end.
+    float sums[CHUNK], since[CHUNK], left[CHUNK];
+    float betas[CHUNK];
     float own[CHUNK / 16][16][16];  // negated weights of [block, key, row] in the row's own block
-    uint4 earlier[6]
-                 [32];  // and of those before, rounded, as right operands of 16 x 16: block 1, 2, 2, 3, 3, 3
+    // Those of blocks before, rounded, as right operands of 16 x 16: of block 1, 2, 2, 3, 3, 3.
+    uint4 earlier[6][32];
 };
 
 // Of its queries, rounded, up to the diagonal, as left operands of 16 x 16.
@@ -43,11 +44,10 @@ struct Params {
     const int* spans;
     unsigned char* records;
     // What the kernels leave for each other.
-    int* counts;     // [sequences]: rows of their open chunks that states had; null without states
-    Stored* opened;  // [sequences, heads]: keys and updates of these rows
-    Decays* decays;  // [places, heads]
-    uint4*
-        matrices;  // [places, heads]: those at the chunks' starts, rounded, transposed, as left operands of 16 x 16
+    int* counts;      // [sequences]: rows of their open chunks that states had; null without states
+    Stored* opened;   // [sequences, heads]: keys and updates of these rows
+    Decays* decays;   // [places, heads]
+    uint4* matrices;  // [places, heads]: at chunks' starts, rounded, transposed, as left operands of 16 x 16
     System* systems;  // [places, heads], with the delta rule
     Scores* scores;   // [places, heads]: of its queries
     i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,

@@ -1,4 +1,4 @@
-// A warp's part of the matrix that goes from chunk to chunk: linear_states.cu, delta_states.cu.
+// A warp's part of the matrix that goes from chunk to chunk: linear_states.cu, delta_chunks.cu.
 #pragma once
 
 #include "linear.cuh"
