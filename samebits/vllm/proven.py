@@ -41,7 +41,10 @@ ROUNDED_ONCE = ("GptOssForCausalLM",)
 COVERED = (
     ("dense decoders", "yes", "yes"),
     ("mixtures of experts", "yes", "Qwen3-MoE, GPT-OSS"),
-    ("recurrent layers of Mamba 2 and of gated delta rules, prefixes, preemption", "yes", "not preempted"),
+    (
+        "recurrent layers of Mamba 2 and of gated delta rules, prefixes, preemption",
+        *("yes", "not preempted; prefixes of delta rules"),
+    ),
     ("MLA, as expanded keys and values", "yes", "refused"),
     ("MLA in its absorbed form (`VLLM_MLA_DISABLE=0`)", "yes", "yes"),
     ("block FP8, dense: checkpoints, and weights quantized while they are loaded", "yes", "checkpoints"),
