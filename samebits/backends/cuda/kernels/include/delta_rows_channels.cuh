@@ -131,13 +131,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     copy_prepared<LINE, KEY_SIZE>(m.decays, prepared.decays[0], CHUNK);
     cp_async_commit();
 
-    // Of betas; and of the last row's decays, what the next matrix has of this one.
-    chains<CHUNK>(
-        record.of_updates, record.z, [](int) { return 1.0f; }, before, count, p.size,
-        [&](int i, float sum) { p.dbeta[(span.token + i) * p.heads + head] = contract::canonical(sum); });
-    chains<KEY_SIZE>(
-        record.matrix, record.of_matrix, [&](int d) { return d < p.key_size ? prepared.kept[d] : 0.0f; }, 0,
-        p.key_size, p.size, [&](int d, float sum) { m.kept[d] = sum; });
+    chains(p, record, span, head, m.of_scores, m.kept, [&](int d) { return prepared.kept[d]; });
     cp_async_wait<0>();
     __syncthreads();
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
                                   p.grad_token, before, count, p.size);
     if constexpr (DELTA) copy_rows<VALUES, VALUE_SIZE>(m.of_rows[1], record.of_z, p.size, 0, count, p.size);
     cp_async_commit();
-    for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
+    for (int i = THREADS - 1 - threadIdx.x; i < CHUNK; i += THREADS) {  // by warps that may have no chains
         const float decay = i < count ? record.decays[i] : 0.0f;
         m.decays[i] = decay, m.since[i] = exp2_of(decay);
         m.left[i] = exp2_of(__fsub_rn(record.decays[last], decay));
@@ -36,21 +36,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         if (i < count) m.left[i] = __fmul_rn(m.left[i], record.weights[i]);
 #endif
     }
-
-    // Of betas or weights; and of the last row's decay, what the next matrix has of this one.
-    if constexpr (DELTA || WEIGHTED)
-        chains<CHUNK>(
-            record.of_updates, record.z, [](int) { return 1.0f; }, before, count, p.size,
-            [&](int i, float sum) {
-                (WEIGHTED ? p.dweights : p.dbeta)[(span.token + i) * p.heads + head] =
-                    contract::canonical(sum);
-            });
-    if (p.dg) {
-        const float kept = exp2_of(record.decays[last]);
-        chains<KEY_SIZE>(
-            record.matrix, record.of_matrix, [&](int) { return kept; }, 0, p.key_size, p.size,
-            [&](int d, float sum) { m.kept[d] = sum; });
-    }
+    chains(p, record, span, head, m.of_scores, m.kept, [&](int) { return exp2_of(record.decays[last]); });
     cp_async_wait<0>();
     __syncthreads();
 

@@ -9,49 +9,92 @@
 constexpr int VALUES = VALUE_SIZE + PAD, COLUMNS = CHUNK + PAD;  // in elements
 constexpr int LINE = KEY_SIZE + 4;                               // in floats
 
-// For rows from `first` to `last` - 1 of x and y, a chain of FMA over x and y times `by` of the row. Eight lanes hold a
-// row's next 32 elements, and hand the sum on. HEIGHT is a multiple of 16.
-template <int HEIGHT, class B, class F>
-__device__ __forceinline__ void chains(const float* x, const float* y, const B& by, int first, int last,
-                                       int size, const F& store) {
-    constexpr int SETS = (HEIGHT + 4 * WARPS - 1) / (4 * WARPS);
-    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 4 + lane / 8;
-    float sums[SETS] = {};
-    for (int e = lane % 8 * 4; e < (size + 31) / 32 * 32; e += 32) {
-        float of_x[SETS][4] = {}, of_y[SETS][4] = {};
+// For a lane's row of x and y, those from `first` to `last` - 1 of 32, a chain of FMA over x and y times `by`. A warp reads
+// PIECE elements of each row some steps ahead, two lanes for a row, and hands them over in shared memory.
+constexpr int PIECE = 8, PIECE_LINE = PIECE + 4, OF_CHAINS = 2 * 32 * PIECE_LINE;  // the last two in floats
+
+template <bool BY_FOUR>
+__device__ __forceinline__ float chain_of_row(const float* x, const float* y, float by, int first, int last,
+                                              int size, float* memory) {
+    constexpr int STEPS = 2;  // ahead
+    const int lane = threadIdx.x % 32, at = lane % 2 * 4;
+    uint4 ahead[STEPS][4];
+    const auto fetch = [&](uint4(&to)[4], int e) {
+        e += at;
 #pragma unroll
-        for (int s = 0; s < SETS; ++s) {
-            const int row = row0 + s * 4 * WARPS, at = row * size + e;
-            if (row < first || row >= last || e >= size) continue;
-            if (size % 4 == 0) {
-                const uint4 a = *reinterpret_cast<const uint4*>(x + at);
-                const uint4 b = *reinterpret_cast<const uint4*>(y + at);
-                of_x[s][0] = __uint_as_float(a.x), of_x[s][1] = __uint_as_float(a.y);
-                of_x[s][2] = __uint_as_float(a.z), of_x[s][3] = __uint_as_float(a.w);
-                of_y[s][0] = __uint_as_float(b.x), of_y[s][1] = __uint_as_float(b.y);
-                of_y[s][2] = __uint_as_float(b.z), of_y[s][3] = __uint_as_float(b.w);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (e + i < size) of_x[s][i] = x[at + i], of_y[s][i] = y[at + i];
+        for (int n = 0; n < 4; ++n) {  // rows from 0 and 16 on, of x and then of y
+            const int row = n % 2 * 16 + lane / 2;
+            const float* from = (n < 2 ? x : y) + row * size + e;
+            const bool exists = row >= first && row < last;
+            to[n] = make_uint4(0, 0, 0, 0);
+            if (BY_FOUR) {
+                if (exists && e < size) to[n] = *reinterpret_cast<const uint4*>(from);
+                continue;
             }
+            const u32* bits = reinterpret_cast<const u32*>(from);
+            if (exists && e < size) to[n].x = bits[0];
+            if (exists && e + 1 < size) to[n].y = bits[1];
+            if (exists && e + 2 < size) to[n].z = bits[2];
+            if (exists && e + 3 < size) to[n].w = bits[3];
         }
+    };
 #pragma unroll
-        for (int hop = 0; hop < 8; ++hop)
+    for (int s = 0; s < STEPS; ++s) fetch(ahead[s], s * PIECE);
+    float sum = 0.0f;
+    const float* mine = memory + lane * PIECE_LINE;
+#pragma unroll 1
+    for (int e = 0; e < size; e += STEPS * PIECE) {
 #pragma unroll
-            for (int s = 0; s < SETS; ++s) {
+        for (int s = 0; s < STEPS; ++s) {
+            const int left = size - e - s * PIECE;
+            if (left <= 0) break;
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (e + i < size)
-                        sums[s] =
-                            __fmaf_rn(of_x[s][i], __fmul_rn(of_y[s][i], by(row0 + s * 4 * WARPS)), sums[s]);
-                sums[s] = __shfl_sync(0xFFFFFFFF, sums[s], lane / 8 * 8 + (lane + 7) % 8);
+            for (int n = 0; n < 4; ++n)
+                *reinterpret_cast<uint4*>(memory + (n * 16 + lane / 2) * PIECE_LINE + at) = ahead[s][n];
+            __syncwarp();
+            fetch(ahead[s], e + (STEPS + s) * PIECE);
+#pragma unroll
+            for (int i = 0; i < PIECE; i += 4) {
+                const float4 a = *reinterpret_cast<const float4*>(mine + i);
+                const float4 b = *reinterpret_cast<const float4*>(mine + 32 * PIECE_LINE + i);
+                if (i < left) sum = __fmaf_rn(a.x, __fmul_rn(b.x, by), sum);
+                if (i + 1 < left) sum = __fmaf_rn(a.y, __fmul_rn(b.y, by), sum);
+                if (i + 2 < left) sum = __fmaf_rn(a.z, __fmul_rn(b.z, by), sum);
+                if (i + 3 < left) sum = __fmaf_rn(a.w, __fmul_rn(b.w, by), sum);
             }
+            __syncwarp();
+        }
     }
-#pragma unroll
-    for (int s = 0; s < SETS; ++s) {
-        const int row = row0 + s * 4 * WARPS;
-        if (lane % 8 == 0 && row >= first && row < last) store(row, sums[s]);
+    return sum;
+}
+
+// Of betas or weights; and, in `kept`, of the last row's decay or decays, what the next matrix has of this one, whose
+// decay is `kept_of`(channel). Warps take 32 rows after 32; `memory` holds two arrays of scores.
+template <class K>
+__device__ __forceinline__ void chains(const Params& p, const Record& record, const Span& span, int head,
+                                       Stored* memory, float* kept, const K& kept_of) {
+    constexpr int OF_KEYS = (KEY_SIZE + 31) / 32, PARTS = OF_KEYS + CHUNK / 32;
+    constexpr int ROOM = 2 * CHUNK * COLUMNS * SIZE / (4 * OF_CHAINS), USED = ROOM < WARPS ? ROOM : WARPS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int part = warp; warp < USED && part < PARTS; part += USED) {
+        const bool of_keys = part < OF_KEYS;
+        const int row = (of_keys ? part : part - OF_KEYS) * 32;
+        const int first = of_keys ? 0 : span.before, last = of_keys ? p.key_size : span.count;
+        if (row >= last || !(of_keys ? p.dg != nullptr : DELTA || WEIGHTED)) continue;
+        const float* x = (of_keys ? record.matrix : record.of_updates) + row * p.size;
+        const float* y = (of_keys ? record.of_matrix : record.z) + row * p.size;
+        const int mine = row + lane;
+        const float by = of_keys ? kept_of(min(mine, p.key_size - 1)) : 1.0f;
+        float* own = reinterpret_cast<float*>(memory) + warp * OF_CHAINS;
+        const float sum = p.size % 4 ? chain_of_row<false>(x, y, by, first - row, last - row, p.size, own)
+                                     : chain_of_row<true>(x, y, by, first - row, last - row, p.size, own);
+        if (mine < first || mine >= last) continue;
+        if (of_keys)
+            kept[mine] = sum;
+        else
+            (WEIGHTED ? p.dweights : p.dbeta)[(span.token + mine) * p.heads + head] =
+                contract::canonical(sum);
     }
 }
 
@@ -129,36 +172,39 @@ struct Sums {
     }
 };
 
-// Products of COUNT arrays of rows, behind each other, with a matrix in global memory. It is read two steps ahead.
-template <int COUNT>
-__device__ __forceinline__ void read_matrix(const Params& p, const float* matrix, const Stored* of_rows,
-                                            Sums (&sums)[COUNT]) {
-    constexpr int STEPS = VALUE_SIZE / 16, GROUPS = Sums::GROUPS, AHEAD = COUNT == 1 ? 2 : 1;
-    const int lane = threadIdx.x % 32;
-    float2 ahead[AHEAD][GROUPS * 4];
+// Products of COUNT arrays of rows, behind each other, with a matrix in global memory, which is read some steps ahead.
+// WHOLE: it fills all steps.
+template <bool WHOLE, int COUNT>
+__device__ __forceinline__ void multiply(const Params& p, const float* matrix, const Stored* of_rows,
+                                         Sums (&sums)[COUNT]) {
+    constexpr int STEPS = VALUE_SIZE / 16, GROUPS = Sums::GROUPS, WANTED = WHOLE ? 2 : 1;
+    constexpr int AHEAD = WANTED < STEPS ? WANTED : STEPS;
+    const int lane = threadIdx.x % 32, first = lane % 4 * 2;
+    uint2 ahead[AHEAD][GROUPS * 4];
     const auto fetch = [&](int step) {
 #pragma unroll
         for (int x = 0; x < GROUPS * 4; ++x) {
-            const int d = Sums::channel(x / 4) + x / 2 % 2 * 8 + lane / 4;
-            const int e = step * 16 + x % 2 * 8 + lane % 4 * 2;
-            const float* from = matrix + d * p.size + e;
-            const bool exists = d < p.key_size && e < p.size;
-            if (p.size % 2 == 0)
-                ahead[step % AHEAD][x] =
-                    exists ? *reinterpret_cast<const float2*>(from) : make_float2(0.0f, 0.0f);
-            else
-                ahead[step % AHEAD][x] =
-                    make_float2(exists ? from[0] : 0.0f, exists && e + 1 < p.size ? from[1] : 0.0f);
+            const int d = Sums::channel(x / 4) + x / 2 % 2 * 8 + lane / 4, e = step * 16 + x % 2 * 8 + first;
+            const u32* from = reinterpret_cast<const u32*>(matrix) + d * p.size + e;
+            uint2& to = ahead[step % AHEAD][x];
+            if (WHOLE) {
+                if (Sums::has(x / 4)) to = *reinterpret_cast<const uint2*>(from);
+            } else {
+                to.x = d < p.key_size && e < p.size ? from[0] : 0;
+                to.y = d < p.key_size && e + 1 < p.size ? from[1] : 0;
+            }
         }
     };
-    fetch(0);
-    if constexpr (AHEAD == 2 && STEPS > 1) fetch(1);
-#pragma unroll 2
+#pragma unroll
+    for (int step = 0; step < AHEAD; ++step) fetch(step);
+#pragma unroll AHEAD
     for (int step = 0; step < STEPS; ++step) {
         u32 right[GROUPS * 4], left[4];
 #pragma unroll
-        for (int x = 0; x < GROUPS * 4; ++x)
-            right[x] = E::pack(ahead[step % AHEAD][x].x, ahead[step % AHEAD][x].y);
+        for (int x = 0; x < GROUPS * 4; ++x) {
+            const uint2 both = ahead[step % AHEAD][x];
+            right[x] = E::pack(__uint_as_float(both.x), __uint_as_float(both.y));
+        }
         if (step + AHEAD < STEPS) fetch(step + AHEAD);
 #pragma unroll
         for (int x = 0; x < COUNT * Sums::TALL; ++x) {
@@ -173,12 +219,38 @@ __device__ __forceinline__ void read_matrix(const Params& p, const float* matrix
     }
 }
 
+template <int COUNT>
+__device__ __forceinline__ void read_matrix(const Params& p, const float* matrix, const Stored* of_rows,
+                                            Sums (&sums)[COUNT]) {
+    if (p.key_size == KEY_SIZE && p.size == VALUE_SIZE)
+        multiply<true>(p, matrix, of_rows, sums);
+    else
+        multiply<false>(p, matrix, of_rows, sums);
+}
+
 // Stores a chunk's rows, in sums over heads, in order, by one thread for each element.
 __device__ __forceinline__ void store(const Params& p, const float* rows, const Span& span, int head,
                                       Stored* to, float* sums) {
     const bool begins = head % p.group == 0, ends = head % p.group == p.group - 1;
     const i64 row = i64(p.heads / p.group) * p.key_size;
     const i64 at = span.token * row + i64(head / p.group) * p.key_size;
+    if (begins && ends && p.key_size % 8 == 0) {
+        constexpr int EACH = KEY_SIZE / 8;  // pieces of a row
+#pragma unroll 1
+        for (int x = threadIdx.x; x < CHUNK * EACH; x += THREADS) {
+            const int i = x / EACH, d = x % EACH * 8;
+            if (i < span.before || i >= span.count || d >= p.key_size) continue;
+            u32 pairs[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const float2 both = *reinterpret_cast<const float2*>(rows + i * LINE + d + n * 2);
+                pairs[n] = E::pack(contract::canonical(both.x), contract::canonical(both.y));
+            }
+            *reinterpret_cast<uint4*>(to + at + i * row + d) =
+                make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        }
+        return;
+    }
 #pragma unroll 2
     for (int x = threadIdx.x; x < CHUNK * KEY_SIZE / 2; x += THREADS) {
         const int i = x / (KEY_SIZE / 2), d = x % (KEY_SIZE / 2) * 2;
