@@ -516,6 +516,10 @@ def recurrent_layers() -> Iterator[Kernel]:
             ("rows", delta_schedules.DeltaGradients(16, False, 1)),
         ):
             yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
+        for of in delta_schedules.catalogue_of_gradients() if x is BF16 and not by_channel else ():
+            if of.registers:
+                for which in ("scores", "matrices")[of.tile > 32 :]:
+                    yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
 
 
 def name(kernel: Kernel) -> str:

@@ -73,7 +73,8 @@ def _sources() -> Path:
         for cuda, plain in _SHARED.items():
             text = text.replace(cuda, plain)
         source.write_text(text)
-    shutil.copy(_HERE / "ptx_sm80.cuh", to / "include")
+    for replaced in ("ptx_sm80.cuh", "named_barriers.cuh"):
+        shutil.copy(_HERE / replaced, to / "include")
     return to
 
 

@@ -30,6 +30,7 @@ from samebits.backends.cuda.delta_schedules import (
     choose,
     choose_of_gradients,
     choose_step,
+    of_scores,
     padded_size,
     prepared_memory,
     takes_chunks,
@@ -294,8 +295,6 @@ def _hardware_exp2(tensor_core: bool, device: int) -> bool:
 
 # ---- gradients
 
-_WARPS = 8
-
 
 def gradients_spec(
     which: str,
@@ -310,21 +309,24 @@ def gradients_spec(
     by_channel: bool = False,
     weighted: bool = False,
 ) -> compiler.KernelSpec:
-    """The kernel of ``delta_matrices_backward.cu`` or ``delta_rows_backward.cu``: `which` of them."""
+    """The kernel of ``delta_WHICH_backward.cu``: `which` is scores, matrices or rows."""
+    warps = schedule.warps(which)
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("TENSOR_CORE", int(tensor_core)), ("KEY_SIZE", key_size)),
-        *(("WARPS", _WARPS), ("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta))),
+        *(("WARPS", warps), ("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta))),
         *(("BY_CHANNEL", int(by_channel)), ("WEIGHTED", int(weighted))),
     )
     if which == "matrices":
         constants += (("TILE", schedule.tile), ("STAGES", schedule.stages))
-    else:
+        constants += (("REGISTERS", 1),) if schedule.registers else ()
+    elif which == "rows":
         constants += (("VALUE_SIZE", padded_size(size)), ("STAGED", int(schedule.staged)))
-    smem = schedule.memory(dtype, key_size, size, tensor_core, by_channel)[which == "rows"]
+    matrices, rows = schedule.memory(dtype, key_size, size, tensor_core, by_channel)
+    smem = {"matrices": matrices, "rows": rows, "scores": CHUNK * (4 * (key_size + 8) + 4)}[which]
     name = f"delta_{which}_backward"
     return compiler.KernelSpec(
         *(f"{name}.cu", name, "17P7q6ifP", constants),
-        block=32 * _WARPS,
+        block=32 * warps,
         smem=-(-smem // 16) * 16,
         oldest=SM_80,
     )
@@ -367,7 +369,8 @@ def backward(
         if schedule is None:
             of = dtype, padded, size, sequences * heads
             schedule = choose_of_gradients(*of, tensor_core, x.by_channel, device)
-        matrices, rows = (
+        names = ("scores", "matrices", "rows")[not schedule.registers :]
+        *scores, matrices, rows = (
             _gradients_kernel(
                 *(device, which, schedule, dtype, padded, size),
                 tensor_core=tensor_core,
@@ -376,7 +379,7 @@ def backward(
                 by_channel=x.by_channel,
                 weighted=x.weights is not None,
             )
-            for which in ("matrices", "rows")
+            for which in names
         )
         places = _places(x)
         records = torch.empty(
@@ -386,6 +389,9 @@ def backward(
         )
         prepared = _prepared(x, state, records, tensor_core=tensor_core) if x.by_channel else None
         _run(x, state, None, None, records, None, prepared)
+        if schedule.registers:
+            each = of_scores(x.beta is not None, x.weights is not None)
+            prepared = runtime.empty((places * heads, each // 4), torch.float32, device)
         own = layout("delta", heads, key_size, size, dtype, x.by_channel, x.weights is not None)
         closed = None if grad_closed is None else grad_closed.to(torch.float32).contiguous()
         sums = (new(q.shape), new(q.shape)) if group > 1 else (None, None)
@@ -399,6 +405,8 @@ def backward(
             x.scale,
             address(prepared),
         )
+        for kernel in scores:
+            kernel.launch((places, heads, 1), *given)
         matrices.launch((-(-size // schedule.tile), heads, sequences), *given)
         rows.launch((places, key_heads, 1), *given)
     return dq, dk, dv, dg, dbeta, dweights, dinitial

@@ -35,6 +35,7 @@ __all__ = [
     "choose_linear",
     "choose_of_gradients",
     "choose_step",
+    "of_scores",
     "padded_size",
     "prepared_memory",
     "takes_chunks",
@@ -307,6 +308,16 @@ def padded_size(size: int) -> int:
     return -(-size // 16) * 16
 
 
+REGISTER_KEYS = 128
+"""The largest keys whose gradient of the matrix lies in registers."""
+
+
+def of_scores(delta: bool, weighted: bool = False) -> int:
+    """Bytes of ``struct Scores``."""
+    pairs, rows = CHUNK // 16 * (CHUNK // 16 - 1) // 2, 2 + 2 * delta + weighted
+    return 2 * CHUNK**2 + delta * (512 * pairs + 64 * CHUNK) + 4 * rows * CHUNK + 16
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaGradients:
     """How the kernels of gradients compute.
@@ -315,11 +326,26 @@ class DeltaGradients:
         tile: columns of values that a block takes, which goes through the chunks.
         staged: whether a block that computes a chunk's rows copies what it reads to shared memory.
         stages: whether it copies the keys and queries of the chunk before while it computes one: 2, else 1.
+        registers: whether the gradient of the matrix lies in registers: with tensor cores, one decay for each
+            head and keys up to 128. `tile` is then a multiple of 32, and `stages` are 2.
     """
 
     tile: int
     staged: bool
     stages: int
+    registers: bool = False
+
+    def warps(self, which: str) -> int:
+        """Of a block of the kernel `which`."""
+        if which == "scores":
+            return CHUNK // 16
+        if which == "matrices" and self.registers:
+            return self.tile // 32 * 3 + (2 if self.tile == 64 else 4)  # up to 8, or up to 16, have registers
+        return 8
+
+    def takes(self, key_size: int, tensor_core: bool, by_channel: bool) -> bool:
+        """Whether the kernels are there for such operands, if these fit into shared memory."""
+        return not self.registers or (tensor_core and not by_channel and key_size <= REGISTER_KEYS)
 
     def memory(
         self, dtype: torch.dtype, key_size: int, size: int, tensor_core: bool, by_channel: bool = False
@@ -336,6 +362,9 @@ class DeltaGradients:
             stored, decays = self.stages * 2 * CHUNK * keys + 3 * self.tile * columns + scores, CHUNK
             floats += weights + CHUNK
         matrices = stored * bytes_ + 4 * floats
+        if self.registers:
+            copied = 2 * CHUNK * (2 * keys + self.tile + 8) + of_scores(True)
+            matrices = self.stages * copied + self.tile * (4 * (CHUNK + 4) + 2 * 2 * columns)
         if tensor_core and self.staged:
             shared = max(2 * CHUNK * values * bytes_, 4 * CHUNK * (key_size + 4))
             stored = 2 * CHUNK * keys + CHUNK * values + 2 * CHUNK * columns
@@ -358,6 +387,8 @@ def catalogue_of_gradients() -> Iterator[DeltaGradients]:
     """Every schedule, for proofs."""
     for tile, staged, stages in itertools.product((16, 32, 64), (True, False), (2, 1)):
         yield DeltaGradients(tile, staged, stages)
+    for tile in (32, 64, 128):
+        yield DeltaGradients(tile, True, 2, registers=True)
 
 
 def choose_of_gradients(
@@ -373,6 +404,15 @@ def choose_of_gradients(
     info = devices.device_info(device)
     wide = blocks * -(-size // 64) >= info.sm_count and size > 32
     operands = dtype, key_size, size, tensor_core, by_channel
+    of_registers = [
+        DeltaGradients(tile, True, 2, registers=True)
+        for tile in (128, 64, 32)
+        if tile == 32 or (blocks * -(-size // tile) >= info.sm_count and size > tile // 2)
+    ]
+    for schedule in of_registers:
+        fits = max(schedule.memory(*operands)) <= info.max_smem
+        if fits and schedule.takes(key_size, tensor_core, by_channel):
+            return schedule
     staged = DeltaGradients(16, True, 1).memory(*operands)[1] <= info.max_smem
     tiles = (64, 32, 16) if wide else (32, 16)
     for tile, stages in itertools.product(tiles, (2, 1) if tensor_core else (1,)):

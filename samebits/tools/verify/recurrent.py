@@ -287,6 +287,7 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
             _, tensor_core, by_channel, device = rest
             needs = max(gradients.memory(dtype, key_size, size, tensor_core, by_channel))
             fits = needs <= devices.device_info(device).max_smem
+            fits = fits and gradients.takes(key_size, tensor_core, by_channel)
             return gradients if fits else choose_of_gradients(dtype, key_size, size, *rest)
 
         def chosen_linear(key_size: int, *rest: Any) -> delta_schedules.Linear:

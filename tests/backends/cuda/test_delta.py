@@ -225,6 +225,25 @@ def test_gradients_compile_without_spills(
     assert found.local_bytes == 0
 
 
+IN_REGISTERS = [s for s in schedules.catalogue_of_gradients() if s.registers]
+
+
+@pytest.mark.parametrize("rule", ["delta", "weighted", ""])
+@pytest.mark.parametrize(
+    ("which", "schedule"),
+    [("scores", IN_REGISTERS[0]), *(("matrices", schedule) for schedule in IN_REGISTERS)],
+    ids=str,
+)
+def test_gradients_in_registers_compile_without_spills(
+    which: str, schedule: schedules.DeltaGradients, rule: str
+) -> None:
+    options = {"tensor_core": True, "hardware_exp2": True, "delta": rule == "delta"}
+    options["weighted"] = rule == "weighted"
+    found = resources(kernels.gradients_spec(which, schedule, torch.bfloat16, 128, 128, **options), "sm_90a")
+    most = 96 if schedule.tile == 128 else 0  # 16 warps leave 128 registers: what no chunk changes is spilled
+    assert max(found.spill_bytes, found.local_bytes) <= most
+
+
 @pytest.mark.parametrize(
     ("kib", "size", "by_channel", "stages"),
     [
@@ -237,14 +256,28 @@ def test_gradients_take_the_stages_that_fit(
 ) -> None:
     """In 16 bits heads of 128 fit into every GPU's shared memory, and heads of 256 into an A100's.
 
-    With a decay for each channel heads of 128 fit into an A100's.
+    With a decay for each channel heads of 128 fit into an A100's. From there on the gradient of the matrix
+    lies in registers, with one decay for each head.
     """
     gpu = SimpleNamespace(sm_count=84, max_smem=kib << 10)
     monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
     found = schedules.choose_of_gradients(torch.bfloat16, size, size, 32, True, by_channel, 0)
     assert found.stages == stages
     assert found.staged or not by_channel
+    assert found.registers == (kib > 99 and size == 128 and not by_channel)
     assert max(found.memory(torch.bfloat16, size, size, True, by_channel)) <= gpu.max_smem
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "tile"), [(32, 128, 32), (66, 128, 64), (132, 128, 128), (256, 64, 64), (256, 32, 32)]
+)
+def test_tiles_of_gradients_are_as_wide_as_fills_the_gpu(
+    blocks: int, size: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(sm_count=132, max_smem=227 << 10)
+    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+    found = schedules.choose_of_gradients(torch.bfloat16, 128, size, blocks, True, False, 0)
+    assert (found.registers, found.tile) == (True, tile)
 
 
 def operands(form: tuple[object, ...], device: str = "cpu") -> Delta:
@@ -562,8 +595,8 @@ def test_gradients_have_the_references_bits(
     on_cpu = operands(form)
     padded = -(-on_cpu.q.shape[2] // 16) * 16
     memory = schedule.memory(on_cpu.q.dtype, padded, on_cpu.v.shape[2], bool(form[1]), on_cpu.by_channel)
-    if max(memory) > 227 << 10:
-        pytest.skip("takes more shared memory than there is")
+    if max(memory) > 227 << 10 or not schedule.takes(padded, bool(form[1]), on_cpu.by_channel):
+        pytest.skip("takes more shared memory than there is, or no such operands")
     contract = TENSOR_CORE.key if form[1] else FMA.key
     for x, *given in gradients_of(on_cpu):
         want = reference.backward(x, *given)

@@ -52,6 +52,10 @@ OF_GRADIENTS = [
     ((torch.float16, True, True, "channels", 1, 2, 69, 17), GRADIENTS[0]),
     # the forward's kernel of window after window
     ((torch.bfloat16, True, True, True, 1, 1, 144, 24), GRADIENTS[0]),
+    # the gradient of the matrix in registers: a tile that is not full, or several; odd sizes
+    *((FORMS[i], schedules.DeltaGradients(32, True, 2, True)) for i in (0, 1, 5, 7)),
+    ((torch.float16, True, True, True, 1, 2, 20, 17), schedules.DeltaGradients(32, True, 2, True)),
+    ((torch.bfloat16, True, True, True, 2, 2, 48, 72), schedules.DeltaGradients(64, True, 2, True)),
 ]
 SCHEDULES = [schedules.Schedule(16, 16, 4, 1), schedules.Schedule(32, 64, 8, 2)]
 LINEAR_FORMS = [

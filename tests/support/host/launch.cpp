@@ -21,7 +21,7 @@ using KernelParams = decltype(taken_by(ENTRY));
 static const KernelParams* params;
 static ucontext_t all, threads[MOST];
 static char stacks[MOST][1 << 17];
-static Barrier of_block, of_warp[MOST / WARP], *waits_at[MOST];
+static Barrier of_block, of_warp[MOST / WARP], of_number[16], *waits_at[MOST];
 static bool ended[MOST];
 static int now, seen[MOST], turn[MOST];
 static float told[2][MOST];
@@ -39,6 +39,15 @@ static void leave(Barrier& at) {
 }
 
 void __syncthreads() { meet(of_block); }
+
+void meet_at(int barrier, int threads, bool waits) {
+    Barrier& at = of_number[barrier];
+    at.threads = threads;
+    if (waits)
+        meet(at);
+    else if (++at.arrived == threads)
+        pass(at);
+}
 
 // Whether a thread says so: the last one to leave forgets it.
 int __syncthreads_or(int x) {
@@ -71,6 +80,7 @@ static void run() {
 static void run_block(int count, bool backwards) {
     std::memset(bytes, 0xFF, sizeof(bytes));
     of_block = {0, 0, count};
+    for (Barrier& at : of_number) at = {};
     for (int i = 0; i < count; ++i) {
         getcontext(&threads[i]);
         threads[i].uc_stack.ss_sp = stacks[i];

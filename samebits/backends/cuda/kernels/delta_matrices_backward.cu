@@ -6,12 +6,16 @@
 // gradients needs all columns, and is computed by delta_rows_backward.cu.
 //
 // Macros: TYPE, TENSOR_CORE, KEY_SIZE, TILE, WARPS, HARDWARE_EXP2, DELTA, BY_CHANNEL and WEIGHTED are delta.cu's.
-//   STAGES  2: what is read of the chunk before is copied while one is computed; 1: it is not
+//   STAGES     2: what is read of the chunk before is copied while one is computed; 1: it is not
+//   REGISTERS  1, with two stages: the gradient of the matrix lies in registers: include/delta_matrices_registers.cuh
 //
 // With a decay for each channel, delta_prepare.cu has computed scores, and operands times their decays.
 
 #include "delta_backward.cuh"
 
+#if REGISTERS
+#include "delta_matrices_registers.cuh"
+#else
 // Rows in shared memory, padded so that fragments are read without conflicts of banks.
 constexpr int COLUMNS = CHUNK + PAD;                                           // in elements
 constexpr int MATRIX = KEY_SIZE + 8, WEIGHTS = CHUNK + 8, UPDATES = TILE + 8;  // in floats
@@ -268,3 +272,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 contract::canonical(m.matrix[e * MATRIX + d]);
     }
 }
+#endif

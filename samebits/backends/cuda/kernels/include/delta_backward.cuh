@@ -3,6 +3,8 @@
 
 #include "delta.cuh"
 
+struct Scores;  // delta_scores.cuh
+
 struct Params {
     const Stored *q, *grad;
     const float *beta, *skip, *state, *of_closed;
@@ -14,7 +16,11 @@ struct Params {
     i64 q_token, q_head, grad_token, grad_head, beta_token, beta_head, words;
     int key_size, size, heads, group, tokens, sequences;
     float scale;
-    const Prepared* prepared;  // BY_CHANNEL
+#if BY_CHANNEL
+    const Prepared* prepared;
+#else
+    Scores* scores;  // where matrices are held in registers
+#endif
 };
 
 // Rows of a chunk: those from `before` on are tokens of this call.

@@ -59,22 +59,6 @@ struct Params {
     float scale;
 };
 
-// The chunks of a sequence. The first is the one that its state had opened, even if it was full.
-struct Chunks {
-    int begin, before, rows;  // the first token; rows that the state had; all rows
-
-    __device__ __forceinline__ Chunks(const Params& p, int sequence, int before) : before(before) {
-        const Tokens mine(p.spans, sequence, p.sequences, p.tokens);
-        begin = mine.begin, rows = before + mine.end - mine.begin;
-    }
-    __device__ __forceinline__ int number() const { return (rows + CHUNK - 1) / CHUNK; }
-    __device__ __forceinline__ int count(int chunk) const { return min(rows - chunk * CHUNK, CHUNK); }
-    // The first row of a chunk that is a token of this call.
-    __device__ __forceinline__ int first(int chunk) const { return chunk ? 0 : before; }
-    // The token of row 0, if that were one.
-    __device__ __forceinline__ i64 token(int chunk) const { return i64(begin) - before + i64(chunk) * CHUNK; }
-};
-
 __device__ __forceinline__ int rows_before(const Params& p, int sequence) {
     return p.counts ? min(max(p.counts[sequence], 0), CHUNK) : 0;  // offsets that do not ascend leave one out
 }
