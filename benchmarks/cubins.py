@@ -520,6 +520,10 @@ def recurrent_layers() -> Iterator[Kernel]:
             if of.registers:
                 for which in ("scores", "matrices")[of.tile > 32 :]:
                     yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
+        if x is BF16:
+            of = delta_schedules.DeltaGradients(16, True, 1)
+            for which in ("chains", "rows"):
+                yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
 
 
 def name(kernel: Kernel) -> str:

@@ -495,7 +495,7 @@ def test_all_kernels_of_a_call_are_compiled_ahead() -> None:
         return fused.loads(cases[:1], torch.device("cpu"))
 
     sources = {spec.source for spec in ahead.needed(ahead.GPUS[0], run)}
-    of_gradients = {f"delta_{which}_backward.cu" for which in ("scores", "matrices", "rows")}
+    of_gradients = {f"delta_{which}_backward.cu" for which in ("scores", "matrices", "chains", "rows")}
     assert sources >= {"delta_begin.cu", "delta_chunks.cu", *of_gradients}
 
 

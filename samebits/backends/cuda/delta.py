@@ -27,6 +27,7 @@ from samebits.backends.cuda.delta_schedules import (
     Linear,
     Schedule,
     Step,
+    chains_memory,
     choose,
     choose_of_gradients,
     choose_step,
@@ -308,8 +309,12 @@ def gradients_spec(
     delta: bool,
     by_channel: bool = False,
     weighted: bool = False,
+    lacks: bool = False,
 ) -> compiler.KernelSpec:
-    """The kernel of ``delta_WHICH_backward.cu``: `which` is scores, matrices or rows."""
+    """The kernel of ``delta_WHICH_backward.cu``: `which` is scores, matrices, chains or rows.
+
+    `lacks` says that no rounded matrices are in the records that the forward has left.
+    """
     warps = schedule.warps(which)
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("TENSOR_CORE", int(tensor_core)), ("KEY_SIZE", key_size)),
@@ -321,8 +326,15 @@ def gradients_spec(
         constants += (("REGISTERS", 1),) if schedule.registers else ()
     elif which == "rows":
         constants += (("VALUE_SIZE", padded_size(size)), ("STAGED", int(schedule.staged)))
+    elif which == "chains":
+        constants += (("VALUE_SIZE", padded_size(size)), ("RIGHTS", 2 * (not schedule.registers) + lacks))
     matrices, rows = schedule.memory(dtype, key_size, size, tensor_core, by_channel)
-    smem = {"matrices": matrices, "rows": rows, "scores": CHUNK * (4 * (key_size + 8) + 4)}[which]
+    smem = {
+        "matrices": matrices,
+        "rows": rows,
+        "scores": CHUNK * (4 * (key_size + 8) + 4),
+        "chains": chains_memory(size),
+    }[which]
     name = f"delta_{which}_backward"
     return compiler.KernelSpec(
         *(f"{name}.cu", name, "17P7q6ifP", constants),
@@ -340,7 +352,9 @@ def _record_bytes(dtype: torch.dtype, key_size: int, size: int, by_channel: bool
     decays = 0 if by_channel else 1 + weighted
     floats = CHUNK * (decays + 2 * size) + 2 * key_size * size
     stored = CHUNK * (key_size + 2 * size)
-    return -(-(4 * floats + dtype.itemsize * stored) // 16) * 16
+    rights = 2 * 2 * padded_size(key_size) * padded_size(size) if dtype.itemsize == 2 else 0
+    lines = -(-(4 * floats + dtype.itemsize * stored) // 16) + -(-key_size // 4)
+    return 16 * lines + rights
 
 
 def backward(
@@ -359,28 +373,38 @@ def backward(
     (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
     sequences, group, padded = len(x.spans), heads // key_heads, padded_size(key_size)
 
+    whole = sequences > 0 and not x.spans.shape[1]  # every token is in a sequence
+
     def new(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        if whole:
+            return runtime.empty(shape, dtype, device)
         return torch.zeros(shape, dtype=dtype, device=q.device)
 
     dq, dk, dv = new(q.shape, dtype), new(q.shape, dtype), new(x.v.shape, dtype)
     dg, dbeta, dweights = (None if t is None else new(t.shape) for t in (x.g, x.beta, x.weights))
-    dinitial = None if x.initial is None else new(x.initial.shape)
+    dinitial = None if x.initial is None else torch.zeros(x.initial.shape, device=q.device)
     if sequences and heads:
         if schedule is None:
             of = dtype, padded, size, sequences * heads
             schedule = choose_of_gradients(*of, tensor_core, x.by_channel, device)
-        names = ("scores", "matrices", "rows")[not schedule.registers :]
-        *scores, matrices, rows = (
-            _gradients_kernel(
+        names = ["matrices", "rows"]
+        if schedule.registers:
+            names.insert(0, "scores")
+        if schedule.staged and tensor_core:
+            names.insert(-1, "chains")
+        lacks = x.by_channel or x.beta is None or not takes_chunks(padded, device)
+        kernels = {
+            which: _gradients_kernel(
                 *(device, which, schedule, dtype, padded, size),
                 tensor_core=tensor_core,
                 hardware_exp2=_hardware_exp2(tensor_core, device),
                 delta=x.beta is not None,
                 by_channel=x.by_channel,
                 weighted=x.weights is not None,
+                lacks=which == "chains" and lacks,
             )
             for which in names
-        )
+        }
         places = _places(x)
         records = torch.empty(
             places * heads * _record_bytes(dtype, key_size, size, x.by_channel, x.weights is not None),
@@ -394,7 +418,7 @@ def backward(
             prepared = runtime.empty((places * heads, each // 4), torch.float32, device)
         own = layout("delta", heads, key_size, size, dtype, x.by_channel, x.weights is not None)
         closed = None if grad_closed is None else grad_closed.to(torch.float32).contiguous()
-        sums = (new(q.shape), new(q.shape)) if group > 1 else (None, None)
+        sums = [runtime.empty(q.shape, torch.float32, device) if group > 1 else None for _ in range(2)]
         given = (
             *map(address, (q, grad, x.beta, x.skip, state, closed, records)),
             *map(address, (dv, dq, dk, *sums, dg, dbeta, dweights, dinitial, _spans(x))),
@@ -405,8 +429,12 @@ def backward(
             x.scale,
             address(prepared),
         )
-        for kernel in scores:
-            kernel.launch((places, heads, 1), *given)
-        matrices.launch((-(-size // schedule.tile), heads, sequences), *given)
-        rows.launch((places, key_heads, 1), *given)
+        grids = {
+            "scores": (places, heads, 1),
+            "matrices": (-(-size // schedule.tile), heads, sequences),
+            "chains": (places * (-(-padded // 32) + CHUNK // 32), heads, 1),
+            "rows": (places, key_heads, 1),
+        }
+        for which, kernel in kernels.items():
+            kernel.launch(grids[which], *given)
     return dq, dk, dv, dg, dbeta, dweights, dinitial

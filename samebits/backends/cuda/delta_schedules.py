@@ -278,11 +278,16 @@ class DeltaChunks:
     warps: int
     stages: int = 3
 
-    def memory(self, key_size: int, weighted: bool = False) -> int:
-        """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types."""
-        stored = CHUNK * (2 * (key_size + 8) + 16 * self.warps + 8)
-        of_warp = 4 * 16 * 20 + 2 * 32 * key_size
-        return self.stages * (2 * stored + SYSTEM_BYTES + SCORE_BYTES) + self.warps * of_warp
+    def memory(self, key_size: int, keep: bool = False) -> int:
+        """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types; `keep` is for gradients."""
+        of_stage = 2 * CHUNK * (key_size + 8 + 16 * self.warps + 8) + SYSTEM_BYTES
+        of_warp = 4 * 16 * 20 + 2 * 16 * key_size
+        if keep:
+            of_warp += 2 * 4 * (key_size // 8 * 136 + 16 + 16 * (CHUNK + 4))
+        else:
+            of_stage += 2 * CHUNK * (key_size + 8) + SCORE_BYTES
+            of_warp += 2 * 16 * key_size
+        return self.stages * of_stage + self.warps * of_warp
 
 
 def catalogue_of_chunks() -> tuple[DeltaChunks, ...]:
@@ -296,16 +301,23 @@ def takes_chunks(key_size: int, device: int) -> bool:
     return key_size <= CHUNK_KEYS and least <= devices.device_info(device).max_smem
 
 
-def choose_chunks(key_size: int, size: int, blocks: int, device: int) -> DeltaChunks:
+def choose_chunks(key_size: int, size: int, blocks: int, keep: bool, device: int) -> DeltaChunks:
     """The schedule for sequences times heads `blocks`: wide tiles, if all multiprocessors have one."""
     info = devices.device_info(device)
     wide = size > 32 and blocks * -(-size // 64) >= info.sm_count
     wanted = (DeltaChunks(4), DeltaChunks(2), DeltaChunks(1))[0 if wide else 1 if size > 16 else 2 :]
-    return next((s for s in wanted if s.memory(key_size) <= info.max_smem), wanted[-1])
+    return next((s for s in wanted if s.memory(key_size, keep) <= info.max_smem), wanted[-1])
 
 
 def padded_size(size: int) -> int:
     return -(-size // 16) * 16
+
+
+def chains_memory(size: int) -> int:
+    """Bytes of shared memory of a block of the kernel that has gradients along rows of records."""
+    width = min(padded_size(size), 128)
+    piece = min(width, 32)
+    return 2 * 32 * 4 * (-(-width // piece) * piece + 4)
 
 
 REGISTER_KEYS = 128
@@ -339,6 +351,8 @@ class DeltaGradients:
         """Of a block of the kernel `which`."""
         if which == "scores":
             return CHUNK // 16
+        if which == "chains":
+            return 1
         if which == "matrices" and self.registers:
             return self.tile // 32 * 3 + (2 if self.tile == 64 else 4)  # up to 8, or up to 16, have registers
         return 8

@@ -62,7 +62,8 @@ def kernel_spec(
             smem = CHUNK * (2 * (2 - keep) * (key_size + 8) + 8)
             more = (("KEEP", int(keep)),)
     else:
-        warps, smem = part.warps, part.memory(key_size, weighted)
+        warps = part.warps
+        smem = part.memory(key_size, keep if isinstance(part, DeltaChunks) else weighted)
         more += (("STAGES", part.stages),)
         if isinstance(part, LinearStates):
             name = "linear_states"
@@ -106,7 +107,9 @@ def run(
     weighted, keep = x.weights is not None, records is not None
     if schedule is None:
         of = padded, size, sequences * heads
-        schedule = choose_linear(*of, weighted, device) if x.beta is None else choose_chunks(*of, device)
+        schedule = (
+            choose_linear(*of, weighted, device) if x.beta is None else choose_chunks(*of, keep, device)
+        )
     places = tokens // CHUNK + 2 * sequences
     parts: list[Part]
     shared = 1

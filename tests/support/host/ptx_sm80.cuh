@@ -86,6 +86,13 @@ inline void ldmatrix_x4(u32 (&r)[4], u32 address) {
     }
 }
 
+inline u32 transposed(u32 x) {
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    const auto* of = Told<1>::tell(&x);
+    const auto at = [&](int i, int j) { return of[i * 4 + j / 2][0] >> j % 2 * 16 & 0xFFFF; };
+    return at(column, row) | at(column + 1, row) << 16;
+}
+
 inline float read_shared(u32 from) { return *reinterpret_cast<float*>(bytes + from); }
 inline float2 read_shared_2(u32 from) { return *reinterpret_cast<float2*>(bytes + from); }
 inline float4 read_shared_4(u32 from) { return *reinterpret_cast<float4*>(bytes + from); }

@@ -8,7 +8,8 @@
 // of the matrix, and what the last one adds to it. Updates take the place of values in shared memory.
 //
 // As many more warps copy the next chunk's operands, and compute the results of the chunk before: of its matrix,
-// rounded, and its updates. Results take the place of updates. For gradients they store what was of that chunk.
+// rounded, and its updates. Results take the place of updates. For gradients they store what was of that chunk: its
+// matrix and z are handed to them in shared memory, so that a warp that goes through the chunks stores nothing itself.
 //
 // Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and KEEP are those of delta.cu.
 //   STAGES  chunks in shared memory, at least 3
@@ -22,12 +23,32 @@ constexpr int AHEAD = STAGES - 2;  // chunks on their way
 constexpr int LINE = 20;           // floats of a column of z, padded
 static_assert(STEPS <= 8, "between a block's rows is room for so many steps");
 
+// What helpers store of a chunk for gradients.
+struct Kept {
+    static constexpr int TILE_LINE = 136, Z_LINE = CHUNK + 4;  // in floats
+    // The matrix at its start, as it lies in registers, padded so that columns are read without conflicts of banks; and z,
+    // [column, row].
+    float matrix[WARPS][STEPS * 2 * TILE_LINE + 16], z[WARPS][16 * Z_LINE];
+
+    // Of a lane's four elements of a tile of 8 channels by 16 columns.
+    static __device__ __forceinline__ int place(int tile, int lane) {
+        return tile * TILE_LINE + lane * 4 + lane / 16 * 8;
+    }
+    __device__ __forceinline__ float of_matrix(int d, int e) const {
+        return matrix[e / 16][place(d / 8, e % 8 * 4 + d % 8 / 2) + e % 16 / 8 * 2 + d % 2];
+    }
+    __device__ __forceinline__ float of_z(int i, int e) const { return z[e / 16][e % 16 * Z_LINE + i]; }
+};
+
 struct Memory {
     Stored keys[STAGES][CHUNK * KEYS], values[STAGES][CHUNK * VALUES];
     System systems[STAGES];
     float z[WARPS][16 * LINE];
-    uint4 matrix[2][WARPS][STEPS * 32];  // of this chunk and the one before, as left operands of 16 x 16
-#if !KEEP
+    uint4 matrix[2 - KEEP][WARPS]
+                [STEPS * 32];  // of this chunk and the one before, as left operands of 16 x 16
+#if KEEP
+    Kept kept[2];  // of this chunk and the one before
+#else
     Stored queries[STAGES][CHUNK * KEYS];
     Scores scores[STAGES];
 #endif
@@ -59,8 +80,7 @@ struct Chunk {
     float* z;
     int first, count;  // rows that are tokens of this call
 #if KEEP
-    float* kept;  // z of all rows
-    int size, columns;
+    float* kept;  // z of all rows, of this warp's columns
 #endif
 
     // What steps of 16 channels take of a block's keys as right operands: to read the matrix, and to write it.
@@ -108,15 +128,20 @@ struct Chunk {
             y[i] = four.x, y[i + 1] = four.y, y[i + 2] = four.z, y[i + 3] = four.w;
         }
         load(0), load(1);
-        if constexpr (KEEP) __syncwarp();  // both lanes have read
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
             load(j + 2);
             u[j] = rounded(__fmul_rn(betas[j], y[j]));
-            if constexpr (KEEP) z[column * LINE + j] = y[j];
             if (!WHOLE && (row0 + j < first || row0 + j >= count)) u[j] = E::widen(to[j * VALUES]);
 #pragma unroll
             for (int i = j + 1; i < 16; ++i) y[i] = __fmaf_rn(weights[j % 3][i], u[j], y[i]);
+#if KEEP
+            if (j % 8 == 7 && half == j / 8) {
+                float4* to = reinterpret_cast<float4*>(kept + column * Kept::Z_LINE + row0 + j - 7);
+                to[0] = make_float4(y[j - 7], y[j - 6], y[j - 5], y[j - 4]);
+                to[1] = make_float4(y[j - 3], y[j - 2], y[j - 1], y[j]);
+            }
+#endif
             between(j);
         }
         if constexpr (!WHOLE) __syncwarp();
@@ -126,14 +151,6 @@ struct Chunk {
             to[(j + half) * VALUES] = Stored(half ? both >> 16 : both);
         }
         __syncwarp();
-#if KEEP
-#pragma unroll 1
-        for (int x = lane; x < 16 * 16; x += 32) {
-            const int i = row0 + x / 16, e = x % 16;
-            if (i >= first && i < count && e < columns) kept[i * size + e] = z[e * LINE + x / 16];
-        }
-        __syncwarp();
-#endif
     }
 
     // Carries the matrix on, to the chunk's end. `matrix` gets that of its start, rounded.
@@ -271,6 +288,32 @@ __device__ __forceinline__ void store_rows(Stored* to, i64 line, const Stored* f
     }
 }
 
+#if KEEP
+// Stores HEIGHT rows of this block's columns, of which those from `first` to `last` - 1 exist, by helpers. `of` has an
+// element.
+template <int HEIGHT, class F>
+__device__ __forceinline__ void store_floats(float* to, int size, int first, int last, int columns,
+                                             const F& of) {
+    constexpr int EACH = TILE / 4, STEP = COPIERS / EACH;  // threads of a row; rows at a time
+    const int own = copier() / EACH, e = copier() % EACH * 4;
+    const bool whole = size % 4 == 0;
+    to += own * size + e;
+#pragma unroll 4
+    for (int row = own; row < HEIGHT; row += STEP, to += STEP * size) {
+        if (row < first || row >= last || e >= columns) continue;
+        const float4 four = make_float4(of(row, e), of(row, e + 1), of(row, e + 2), of(row, e + 3));
+        if (whole) {
+            *reinterpret_cast<float4*>(to) = four;
+            continue;
+        }
+        to[0] = four.x;
+        if (e + 1 < columns) to[1] = four.y;
+        if (e + 2 < columns) to[2] = four.z;
+        if (e + 3 < columns) to[3] = four.w;
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
@@ -322,26 +365,53 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
         if (chunk < 0 || chunk == chunks) continue;
         const int first = mine.first(chunk), count = mine.count(chunk);
         Stored* values = m.values[stage] + warp * 16;
-        uint4* matrix = m.matrix[chunk % 2][warp];
+        uint4* matrix = m.matrix[KEEP ? 0 : chunk % 2][warp];
         const auto copy_keys = [&](Stored* to, int first) {
-            for (int x = first * p.key_size + copier(); x < count * p.key_size; x += COPIERS)
+            const bool whole = reinterpret_cast<u64>(to) % 16 == 0 && p.key_size % 8 == 0;
+#pragma unroll 4
+            for (int x = copier(); whole && x < CHUNK * (KEY_SIZE / 8); x += COPIERS) {
+                const int i = x / (KEY_SIZE / 8), d = x % (KEY_SIZE / 8) * 8;
+                if (i >= first && i < count && d < p.key_size)
+                    *reinterpret_cast<uint4*>(to + i * p.key_size + d) =
+                        *reinterpret_cast<const uint4*>(m.keys[stage] + i * KEYS + d);
+            }
+            for (int x = first * p.key_size + copier(); !whole && x < count * p.key_size; x += COPIERS)
                 to[x] = m.keys[stage][x / p.key_size * KEYS + x % p.key_size];
         };
 #if KEEP
         const int full = mine.before / CHUNK;  // which records leave out
-        const bool keeps = chunk >= full;
-        const Record record(p.records, (place + chunk - full) * p.heads + head, p.key_size, p.size);
+        Kept& kept = m.kept[chunk % 2];
         if (helps) {
-            if (!keeps) continue;
-            store_rows(record.updates + part.first_column, p.size, values, 0, count, columns);
+            if (chunk < full) continue;
+            const Record record(p.records, (place + chunk - full) * p.heads + head, p.key_size, p.size);
+            const int columns = p.size - first_column;
+            store_floats<KEY_SIZE>(record.matrix + first_column, p.size, 0, p.key_size, columns,
+                                   [&](int d, int e) { return kept.of_matrix(d, e); });
+            store_floats<CHUNK>(record.z + first_column, p.size, first, count, columns,
+                                [&](int i, int e) { return kept.of_z(i, e); });
+            uint4* rights = record.rights + part.first_column / 16 * 32 + threadIdx.x % 32;
+#pragma unroll 4
+            for (int x = 0; part.first_column < p.size && x < STEPS; ++x) {
+                const float* from = kept.matrix[warp] + Kept::place(2 * x, threadIdx.x % 32);
+                const float4 low = *reinterpret_cast<const float4*>(from);
+                const float4 high = *reinterpret_cast<const float4*>(from + Kept::TILE_LINE);
+                const u32 left[4] = {E::pack(low.x, low.y), E::pack(low.z, low.w), E::pack(high.x, high.y),
+                                     E::pack(high.z, high.w)};
+                rights[x * ((p.size + 15) / 16) * 32] = turned(left, p.size - part.first_column);
+            }
+            store_rows(record.updates + part.first_column, p.size, values, 0, count,
+                       p.size - part.first_column);
             if (first_column == 0) copy_keys(record.keys, 0);
             continue;
         }
-        if (keeps) part.write(p, record.matrix, false);
-        float* kept = record.z + part.first_column;
-        Chunk{m.keys[stage],     values, m.systems[stage], m.z[warp], first,
-              keeps ? count : 0, kept,   p.size,           columns}
-            .carry(part, matrix);
+#pragma unroll
+        for (int x = 0; x < STEPS * 2; ++x) {
+            const float (&c)[4] = part.c[x / 2][x % 2];
+            *reinterpret_cast<float4*>(kept.matrix[warp] + Kept::place(x, threadIdx.x % 32)) =
+                make_float4(c[0], c[1], c[2], c[3]);
+        }
+        Chunk{m.keys[stage], values, m.systems[stage], m.z[warp], first, count, kept.z[warp]}.carry(part,
+                                                                                                    matrix);
 #else
         const bool stays = updates_state && chunk == chunks - 1;  // open
         if (!helps) {

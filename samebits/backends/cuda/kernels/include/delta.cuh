@@ -30,12 +30,16 @@ struct Record {
 #endif
     Stored *keys, *updates, *of_z;  // [CHUNK, key size], [CHUNK, size], and the gradient of z
     float *matrix, *of_matrix;      // [key size, size] at the chunk's start, and the gradient at its end
+    float* kept;                    // [key size], of decays: what the next matrix has of this one
+    uint4* rights;  // both matrices, rounded, as right operands: [2, steps of keys, steps of values, 32]
 
     __device__ __forceinline__ Record(unsigned char* records, i64 index, int key_size, int size) {
         const i64 values = i64(CHUNK) * size, entries = i64(key_size) * size;
         const int of_rows = BY_CHANNEL ? 0 : (1 + WEIGHTED) * CHUNK;
         const i64 floats = of_rows + 2 * values, stored = CHUNK * key_size + 2 * values;
-        const i64 bytes = (4 * (floats + 2 * entries) + SIZE * stored + 15) / 16 * 16;
+        const i64 padded = i64((key_size + 15) / 16) * ((size + 15) / 16);
+        const i64 of_chains = 4 * ((key_size + 3) / 4 * 4) + (SIZE == 2 ? 2 * 512 * padded : 0);
+        const i64 bytes = (4 * (floats + 2 * entries) + SIZE * stored + 15) / 16 * 16 + of_chains;
         decays = reinterpret_cast<float*>(records + index * bytes);
         z = decays + of_rows, of_updates = z + values;
 #if WEIGHTED
@@ -44,8 +48,21 @@ struct Record {
         keys = reinterpret_cast<Stored*>(of_updates + values);
         updates = keys + CHUNK * key_size, of_z = updates + values;
         matrix = reinterpret_cast<float*>(of_z + values), of_matrix = matrix + entries;
+        rights = reinterpret_cast<uint4*>(records + (index + 1) * bytes) - (SIZE == 2 ? 64 * padded : 0);
+        kept = reinterpret_cast<float*>(rights) - (key_size + 3) / 4 * 4;
     }
 };
+
+#if TENSOR_CORE
+// A left operand of 16 columns of values by 16 channels, of which the first `columns` are there, as a right operand that is
+// multiplied along the columns.
+__device__ __forceinline__ uint4 turned(const u32 (&left)[4], int columns) {
+    const int column = threadIdx.x % 32 / 4;
+    const bool has = column < columns, has_other = column + 8 < columns;
+    return make_uint4(transposed(has ? left[0] : 0), transposed(has_other ? left[1] : 0),
+                      transposed(has ? left[2] : 0), transposed(has_other ? left[3] : 0));
+}
+#endif
 
 // What delta_prepare.cu finds of a chunk, for one head. Rows that are not there are zeros, but for their decays.
 struct Prepared {

@@ -43,8 +43,17 @@ struct Span {
 template <int STEP, int WIDTH>
 __device__ __forceinline__ void copy_rows(Stored* to, const Stored* from, i64 line, int first, int last,
                                           int size) {
-    constexpr int PER = 16 / SIZE;
-    if ((reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16 == 0) {
+    constexpr int PER = 16 / SIZE, EACH = WIDTH / PER, ROWS = THREADS / EACH;  // of a row; rows at a time
+    constexpr bool KEEPS_PLACE = THREADS % EACH == 0 && CHUNK % ROWS == 0;     // a thread, in each row
+    const bool aligned = (reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16 == 0;
+    if (KEEPS_PLACE && aligned && first == 0 && last == CHUNK && size >= WIDTH) {
+        const int own = threadIdx.x / EACH, at = threadIdx.x % EACH * PER;
+        const u32 target = shared_address(to + own * STEP + at);
+        from += own * line + at;
+#pragma unroll
+        for (int row = 0; row < CHUNK; row += ROWS, from += ROWS * line)
+            cp_async_16(target + row * STEP * SIZE, from);
+    } else if (aligned) {
 #pragma unroll 1
         for (int x = threadIdx.x; x < CHUNK * WIDTH / PER; x += THREADS) {
             const int row = x / (WIDTH / PER), at = x % (WIDTH / PER) * PER;

@@ -134,6 +134,18 @@ struct Part : Strip<WIDE> {
             if (exists) *at = canonical ? contract::canonical(s) : s;
         });
     }
+    // Rounded, for delta_rows_backward.cu.
+    __device__ __forceinline__ void write_rights(uint4* to, int size) const {
+        if (first >= size) return;
+        const int steps = (size + 15) / 16;
+        to += (WIDE * steps + first / 16) * 32 + threadIdx.x % 32;
+#pragma unroll
+        for (int x = 0; x < WIDE; ++x, to += steps * 32) {
+            u32 left[4];
+            operand(x, left);
+            *to = turned(left, size - first);
+        }
+    }
 };
 
 // Keys or queries of 16 rows, as right operands.
@@ -283,6 +295,7 @@ struct Block {
 
             // Of the matrix: at this chunk's end, and at its start.
             part.write(p, record(chunk).of_matrix, false);
+            part.write_rights(record(chunk).rights, p.size);
             part.each([&](int, int, float* s) {
                 s[0] = __fmul_rn(s[0], scores.kept), s[1] = __fmul_rn(s[1], scores.kept);
             });

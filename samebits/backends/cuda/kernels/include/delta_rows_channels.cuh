@@ -131,7 +131,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     copy_prepared<LINE, KEY_SIZE>(m.decays, prepared.decays[0], CHUNK);
     cp_async_commit();
 
-    chains(p, record, span, head, m.of_scores, m.kept, [&](int d) { return prepared.kept[d]; });
+    for (int d = threadIdx.x; d < p.key_size; d += THREADS) m.kept[d] = record.kept[d];
     cp_async_wait<0>();
     __syncthreads();
 
@@ -176,7 +176,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
 
     // By the matrices at the chunk's start and end.
     Sums read[2], next[1];
-    read_matrix(p, record.matrix, m.of_rows[0], read);
+    Rights(record, 0).multiply(m.of_rows[0], read);
     read[0].each_with(read[1], [&](int i, int d, float* of_query, float* of_key) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
             of_key[n] = i < count ? __fmul_rn(of_key[n], -since) : 0.0f;
         }
     });
-    read_matrix(p, record.of_matrix, m.updates, next);
+    Rights(record, 1).multiply(m.updates, next);
     const float* last = m.decays + (count - 1) * LINE;
     next[0].each([&](int j, int d, float* c) {
 #pragma unroll

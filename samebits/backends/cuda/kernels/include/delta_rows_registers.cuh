@@ -20,15 +20,17 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Record record(p.records, i64(place) * p.heads + head, p.key_size, p.size);
 
-    copy_rows<KEYS, KEY_SIZE>(m.queries, p.q + head / p.group * p.q_head + span.token * p.q_token, p.q_token,
-                              before, count, p.key_size);
-    copy_rows<KEYS, KEY_SIZE>(m.keys, record.keys, p.key_size, 0, count, p.key_size);
+    Rights matrix(record, 0);
     copy_rows<VALUES, VALUE_SIZE>(m.updates, record.updates, p.size, 0, count, p.size);
     copy_rows<VALUES, VALUE_SIZE>(m.of_rows[0], p.grad + head * p.grad_head + span.token * p.grad_token,
                                   p.grad_token, before, count, p.size);
     if constexpr (DELTA) copy_rows<VALUES, VALUE_SIZE>(m.of_rows[1], record.of_z, p.size, 0, count, p.size);
     cp_async_commit();
-    for (int i = THREADS - 1 - threadIdx.x; i < CHUNK; i += THREADS) {  // by warps that may have no chains
+    copy_rows<KEYS, KEY_SIZE>(m.keys, record.keys, p.key_size, 0, count, p.key_size);
+    copy_rows<KEYS, KEY_SIZE>(m.queries, p.q + head / p.group * p.q_head + span.token * p.q_token, p.q_token,
+                              before, count, p.key_size);
+    cp_async_commit();
+    for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
         const float decay = i < count ? record.decays[i] : 0.0f;
         m.decays[i] = decay, m.since[i] = exp2_of(decay);
         m.left[i] = exp2_of(__fsub_rn(record.decays[last], decay));
@@ -36,8 +38,9 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         if (i < count) m.left[i] = __fmul_rn(m.left[i], record.weights[i]);
 #endif
     }
-    chains(p, record, span, head, m.of_scores, m.kept, [&](int) { return exp2_of(record.decays[last]); });
-    cp_async_wait<0>();
+    for (int d = THREADS - 1 - threadIdx.x; d < KEY_SIZE; d += THREADS)
+        m.kept[d] = d < p.key_size ? record.kept[d] : 0.0f;
+    cp_async_wait<1>();
     __syncthreads();
 
     // Of scores, times decays.
@@ -78,11 +81,12 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
             if constexpr (DELTA) E::store_pair(m.of_mutual + i * COLUMNS + j, mutual[0], mutual[1]);
         }
     }
+    cp_async_wait<0>();
     __syncthreads();
 
     // Of queries, and of keys as rows of scores: by what they read of the matrix and of the keys before them.
     Sums read[1 + DELTA];
-    read_matrix(p, record.matrix, m.of_rows[0], read);
+    matrix.multiply(m.of_rows[0], read);
     read[0].each([&](int i, int, float* c) {
         const float factor = __fmul_rn(m.since[i], p.scale);
         c[0] = i < count ? __fmul_rn(c[0], factor) : 0.0f, c[1] = i < count ? __fmul_rn(c[1], factor) : 0.0f;
@@ -95,6 +99,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         });
         read[1].add<false>(m.of_mutual, m.keys, count);
     }
+    Rights of_matrix(record, 1);
     __syncthreads();
     read[0].put(m.rows);
     __syncthreads();
@@ -105,7 +110,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
 
     // Of keys, as what the next matrix consists of.
     Sums next[1];
-    read_matrix(p, record.of_matrix, m.updates, next);
+    of_matrix.multiply(m.updates, next);
     next[0].each([&](int j, int, float* c) {
         c[0] = j < count ? __fmul_rn(c[0], m.left[j]) : 0.0f;
         c[1] = j < count ? __fmul_rn(c[1], m.left[j]) : 0.0f;
@@ -116,11 +121,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         __syncthreads();
         const int x = threadIdx.x - CHUNK;
         if (x >= 0 && x < count) m.written[x] = chain(m.keys + x * KEYS, m.rows + x * LINE, p.key_size, 0.0f);
-        if (threadIdx.x == THREADS - 1) {
-            float kept = m.kept[0];
-            for (int d = 1; d < p.key_size; ++d) kept = __fadd_rn(kept, m.kept[d]);
-            m.total[0] = kept;
-        }
+        if (threadIdx.x == THREADS - 1) m.total[0] = sum_of(m.kept, p.key_size);
     }
 
     // As columns of scores.
@@ -149,21 +150,9 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     if (threadIdx.x < CHUNK)
         m.sums[threadIdx.x] =
             chain(m.keys + threadIdx.x * KEYS, m.rows + threadIdx.x * LINE, p.key_size, sum);
-    if (threadIdx.x == THREADS - 1) {
-        float written = m.written[0];
-        for (int j = 1; j < count; ++j) written = __fadd_rn(written, m.written[j]);
-        m.total[0] = __fadd_rn(written, m.total[0]);
-    }
+    if (threadIdx.x == THREADS - 1) m.total[0] = __fadd_rn(sum_of(m.written, count), m.total[0]);
     __syncthreads();
-    if (threadIdx.x == 0) {
-        sum = m.total[0];
-#pragma unroll 16
-        for (int i = CHUNK - 1; i >= 0; --i) {
-            const float mine = m.sums[i];
-            if (i < count) sum = i == last ? __fadd_rn(mine, sum) : __fadd_rn(sum, mine);
-            m.sums[i] = sum;
-        }
-    }
+    if (threadIdx.x == 0) running_sums(m.sums, count, m.total[0]);
     __syncthreads();
     for (int i = before + threadIdx.x; i < count; i += THREADS)
         p.dg[(span.token + i) * p.heads + head] = contract::canonical(m.sums[i]);

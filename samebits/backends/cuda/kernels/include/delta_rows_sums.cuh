@@ -1,7 +1,7 @@
 // Sums of a chunk's rows in registers: what the two forms of delta_rows_backward.cu with tensor cores and operands in
 // shared memory have in common.
 //
-// Warps share the columns of keys. A matrix is read once, and rounded in registers.
+// Warps share the columns of keys. A matrix is read once, as right operands.
 #pragma once
 
 #include "delta_backward.cuh"
@@ -9,109 +9,57 @@
 constexpr int VALUES = VALUE_SIZE + PAD, COLUMNS = CHUNK + PAD;  // in elements
 constexpr int LINE = KEY_SIZE + 4;                               // in floats
 
-// For a lane's row of x and y, those from `first` to `last` - 1 of 32, a chain of FMA over x and y times `by`. A warp reads
-// PIECE elements of each row some steps ahead, two lanes for a row, and hands them over in shared memory.
-constexpr int PIECE = 8, PIECE_LINE = PIECE + 4, OF_CHAINS = 2 * 32 * PIECE_LINE;  // the last two in floats
-
-template <bool BY_FOUR>
-__device__ __forceinline__ float chain_of_row(const float* x, const float* y, float by, int first, int last,
-                                              int size, float* memory) {
-    constexpr int STEPS = 2;  // ahead
-    const int lane = threadIdx.x % 32, at = lane % 2 * 4;
-    uint4 ahead[STEPS][4];
-    const auto fetch = [&](uint4(&to)[4], int e) {
-        e += at;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {  // rows from 0 and 16 on, of x and then of y
-            const int row = n % 2 * 16 + lane / 2;
-            const float* from = (n < 2 ? x : y) + row * size + e;
-            const bool exists = row >= first && row < last;
-            to[n] = make_uint4(0, 0, 0, 0);
-            if (BY_FOUR) {
-                if (exists && e < size) to[n] = *reinterpret_cast<const uint4*>(from);
-                continue;
-            }
-            const u32* bits = reinterpret_cast<const u32*>(from);
-            if (exists && e < size) to[n].x = bits[0];
-            if (exists && e + 1 < size) to[n].y = bits[1];
-            if (exists && e + 2 < size) to[n].z = bits[2];
-            if (exists && e + 3 < size) to[n].w = bits[3];
-        }
-    };
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) fetch(ahead[s], s * PIECE);
-    float sum = 0.0f;
-    const float* mine = memory + lane * PIECE_LINE;
-#pragma unroll 1
-    for (int e = 0; e < size; e += STEPS * PIECE) {
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-            const int left = size - e - s * PIECE;
-            if (left <= 0) break;
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-                *reinterpret_cast<uint4*>(memory + (n * 16 + lane / 2) * PIECE_LINE + at) = ahead[s][n];
-            __syncwarp();
-            fetch(ahead[s], e + (STEPS + s) * PIECE);
-#pragma unroll
-            for (int i = 0; i < PIECE; i += 4) {
-                const float4 a = *reinterpret_cast<const float4*>(mine + i);
-                const float4 b = *reinterpret_cast<const float4*>(mine + 32 * PIECE_LINE + i);
-                if (i < left) sum = __fmaf_rn(a.x, __fmul_rn(b.x, by), sum);
-                if (i + 1 < left) sum = __fmaf_rn(a.y, __fmul_rn(b.y, by), sum);
-                if (i + 2 < left) sum = __fmaf_rn(a.z, __fmul_rn(b.z, by), sum);
-                if (i + 3 < left) sum = __fmaf_rn(a.w, __fmul_rn(b.w, by), sum);
-            }
-            __syncwarp();
-        }
-    }
-    return sum;
-}
-
-// Of betas or weights; and, in `kept`, of the last row's decay or decays, what the next matrix has of this one, whose
-// decay is `kept_of`(channel). Warps take 32 rows after 32; `memory` holds two arrays of scores.
-template <class K>
-__device__ __forceinline__ void chains(const Params& p, const Record& record, const Span& span, int head,
-                                       Stored* memory, float* kept, const K& kept_of) {
-    constexpr int OF_KEYS = (KEY_SIZE + 31) / 32, PARTS = OF_KEYS + CHUNK / 32;
-    constexpr int ROOM = 2 * CHUNK * COLUMNS * SIZE / (4 * OF_CHAINS), USED = ROOM < WARPS ? ROOM : WARPS;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int part = warp; warp < USED && part < PARTS; part += USED) {
-        const bool of_keys = part < OF_KEYS;
-        const int row = (of_keys ? part : part - OF_KEYS) * 32;
-        const int first = of_keys ? 0 : span.before, last = of_keys ? p.key_size : span.count;
-        if (row >= last || !(of_keys ? p.dg != nullptr : DELTA || WEIGHTED)) continue;
-        const float* x = (of_keys ? record.matrix : record.of_updates) + row * p.size;
-        const float* y = (of_keys ? record.of_matrix : record.z) + row * p.size;
-        const int mine = row + lane;
-        const float by = of_keys ? kept_of(min(mine, p.key_size - 1)) : 1.0f;
-        float* own = reinterpret_cast<float*>(memory) + warp * OF_CHAINS;
-        const float sum = p.size % 4 ? chain_of_row<false>(x, y, by, first - row, last - row, p.size, own)
-                                     : chain_of_row<true>(x, y, by, first - row, last - row, p.size, own);
-        if (mine < first || mine >= last) continue;
-        if (of_keys)
-            kept[mine] = sum;
-        else
-            (WEIGHTED ? p.dweights : p.dbeta)[(span.token + mine) * p.heads + head] =
-                contract::canonical(sum);
-    }
-}
-
 // A chain of FMA over x and y, from `sum`. Both are in shared memory.
 __device__ __forceinline__ float chain(const Stored* x, const float* y, int size, float sum) {
     int d = 0;
 #pragma unroll 4
-    for (; d + 4 <= size; d += 4) {
-        const uint2 a = *reinterpret_cast<const uint2*>(x + d);
-        const uint4 b = *reinterpret_cast<const uint4*>(y + d);
-        sum = __fmaf_rn(E::widen(u16(a.x)), __uint_as_float(b.x), sum);
-        sum = __fmaf_rn(E::widen(u16(a.x >> 16)), __uint_as_float(b.y), sum);
-        sum = __fmaf_rn(E::widen(u16(a.y)), __uint_as_float(b.z), sum);
-        sum = __fmaf_rn(E::widen(u16(a.y >> 16)), __uint_as_float(b.w), sum);
+    for (; d + 8 <= size; d += 8) {
+        const uint4 a = *reinterpret_cast<const uint4*>(x + d);
+        const float4 b[2] = {*reinterpret_cast<const float4*>(y + d),
+                             *reinterpret_cast<const float4*>(y + d + 4)};
+        sum = __fmaf_rn(E::widen(u16(a.x)), b[0].x, sum);
+        sum = __fmaf_rn(E::widen(u16(a.x >> 16)), b[0].y, sum);
+        sum = __fmaf_rn(E::widen(u16(a.y)), b[0].z, sum);
+        sum = __fmaf_rn(E::widen(u16(a.y >> 16)), b[0].w, sum);
+        sum = __fmaf_rn(E::widen(u16(a.z)), b[1].x, sum);
+        sum = __fmaf_rn(E::widen(u16(a.z >> 16)), b[1].y, sum);
+        sum = __fmaf_rn(E::widen(u16(a.w)), b[1].z, sum);
+        sum = __fmaf_rn(E::widen(u16(a.w >> 16)), b[1].w, sum);
     }
     for (; d < size; ++d) sum = __fmaf_rn(E::widen(x[d]), y[d], sum);
     return sum;
+}
+
+// The sum of `count` floats in shared memory, in order.
+__device__ __forceinline__ float sum_of(const float* x, int count) {
+    float sum = x[0];
+#pragma unroll 8
+    for (int i = 0; i < count; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(x + i);
+        if (i) sum = __fadd_rn(sum, four.x);
+        if (i + 1 < count) sum = __fadd_rn(sum, four.y);
+        if (i + 2 < count) sum = __fadd_rn(sum, four.z);
+        if (i + 3 < count) sum = __fadd_rn(sum, four.w);
+    }
+    return sum;
+}
+
+// Sums from the last of a chunk's `count` rows on, which comes before `sum`: each takes the place of its row.
+__device__ __forceinline__ void running_sums(float* rows, int count, float sum) {
+    float sums[CHUNK];
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(rows + i);
+        sums[i] = four.x, sums[i + 1] = four.y, sums[i + 2] = four.z, sums[i + 3] = four.w;
+    }
+#pragma unroll
+    for (int i = CHUNK - 1; i >= 0; --i) {
+        if (i < count) sum = i == count - 1 ? __fadd_rn(sums[i], sum) : __fadd_rn(sum, sums[i]);
+        sums[i] = sum;
+    }
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += 4)
+        *reinterpret_cast<float4*>(rows + i) = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
 }
 
 // Elements of a chunk's rows by a key's channels: a warp has GROUPS of 16 channels, in one of PARTS of the rows.
@@ -172,61 +120,51 @@ struct Sums {
     }
 };
 
-// Products of COUNT arrays of rows, behind each other, with a matrix in global memory, which is read some steps ahead.
-// WHOLE: it fills all steps.
-template <bool WHOLE, int COUNT>
-__device__ __forceinline__ void multiply(const Params& p, const float* matrix, const Stored* of_rows,
-                                         Sums (&sums)[COUNT]) {
-    constexpr int STEPS = VALUE_SIZE / 16, GROUPS = Sums::GROUPS, WANTED = WHOLE ? 2 : 1;
-    constexpr int AHEAD = WANTED < STEPS ? WANTED : STEPS;
-    const int lane = threadIdx.x % 32, first = lane % 4 * 2;
-    uint2 ahead[AHEAD][GROUPS * 4];
-    const auto fetch = [&](int step) {
+// A matrix that delta_chains_backward.cu has rounded, as right operands: some steps are on their way.
+struct Rights {
+    static constexpr int STEPS = VALUE_SIZE / 16, ROOM = 8 / Sums::GROUPS,
+                         AHEAD = ROOM < STEPS ? ROOM : STEPS;
+    const uint4* from;
+    uint4 ahead[AHEAD][Sums::GROUPS];
+
+    // 0: the matrix at the chunk's start, 1: the gradient of that at its end
+    __device__ __forceinline__ Rights(const Record& record, int which)
+        : from(record.rights + (which * (KEY_SIZE / 16) * STEPS) * 32 + threadIdx.x % 32) {
 #pragma unroll
-        for (int x = 0; x < GROUPS * 4; ++x) {
-            const int d = Sums::channel(x / 4) + x / 2 % 2 * 8 + lane / 4, e = step * 16 + x % 2 * 8 + first;
-            const u32* from = reinterpret_cast<const u32*>(matrix) + d * p.size + e;
-            uint2& to = ahead[step % AHEAD][x];
-            if (WHOLE) {
-                if (Sums::has(x / 4)) to = *reinterpret_cast<const uint2*>(from);
-            } else {
-                to.x = d < p.key_size && e < p.size ? from[0] : 0;
-                to.y = d < p.key_size && e + 1 < p.size ? from[1] : 0;
+        for (int step = 0; step < AHEAD; ++step) fetch(step);
+    }
+    __device__ __forceinline__ void fetch(int step) {
+#pragma unroll
+        for (int g = 0; g < Sums::GROUPS; ++g)
+            if (Sums::has(g)) ahead[step % AHEAD][g] = from[(Sums::channel(g) / 16 * STEPS + step) * 32];
+    }
+
+    // Products of COUNT arrays of rows, behind each other, with the matrix.
+    template <int COUNT>
+    __device__ __forceinline__ void multiply(const Stored* of_rows, Sums (&sums)[COUNT]) {
+#pragma unroll AHEAD
+        for (int step = 0; step < STEPS; ++step) {
+            u32 right[Sums::GROUPS][4], left[4];
+#pragma unroll
+            for (int g = 0; g < Sums::GROUPS; ++g) {
+                const uint4& x = ahead[step % AHEAD][g];
+                right[g][0] = x.x, right[g][1] = x.y, right[g][2] = x.z, right[g][3] = x.w;
+            }
+            if (step + AHEAD < STEPS) fetch(step + AHEAD);
+#pragma unroll
+            for (int x = 0; x < COUNT * Sums::TALL; ++x) {
+                const int n = x % COUNT, t = x / COUNT;
+                ldmatrix_x4<false>(
+                    left, by_rows(of_rows + (n * CHUNK + Sums::row(t)) * VALUES + step * 16, VALUES));
+#pragma unroll
+                for (int y = 0; y < Sums::GROUPS * 2; ++y)
+                    if (Sums::has(y / 2))
+                        mma_m16n8k16<TYPE == BF16>(sums[n].c[y / 2][t][y % 2], left,
+                                                   right[y / 2] + y % 2 * 2);
             }
         }
-    };
-#pragma unroll
-    for (int step = 0; step < AHEAD; ++step) fetch(step);
-#pragma unroll AHEAD
-    for (int step = 0; step < STEPS; ++step) {
-        u32 right[GROUPS * 4], left[4];
-#pragma unroll
-        for (int x = 0; x < GROUPS * 4; ++x) {
-            const uint2 both = ahead[step % AHEAD][x];
-            right[x] = E::pack(__uint_as_float(both.x), __uint_as_float(both.y));
-        }
-        if (step + AHEAD < STEPS) fetch(step + AHEAD);
-#pragma unroll
-        for (int x = 0; x < COUNT * Sums::TALL; ++x) {
-            const int n = x % COUNT, t = x / COUNT;
-            ldmatrix_x4<false>(left,
-                               by_rows(of_rows + (n * CHUNK + Sums::row(t)) * VALUES + step * 16, VALUES));
-#pragma unroll
-            for (int y = 0; y < GROUPS * 2; ++y)
-                if (Sums::has(y / 2))
-                    mma_m16n8k16<TYPE == BF16>(sums[n].c[y / 2][t][y % 2], left, right + y * 2);
-        }
     }
-}
-
-template <int COUNT>
-__device__ __forceinline__ void read_matrix(const Params& p, const float* matrix, const Stored* of_rows,
-                                            Sums (&sums)[COUNT]) {
-    if (p.key_size == KEY_SIZE && p.size == VALUE_SIZE)
-        multiply<true>(p, matrix, of_rows, sums);
-    else
-        multiply<false>(p, matrix, of_rows, sums);
-}
+};
 
 // Stores a chunk's rows, in sums over heads, in order, by one thread for each element.
 __device__ __forceinline__ void store(const Params& p, const float* rows, const Span& span, int head,

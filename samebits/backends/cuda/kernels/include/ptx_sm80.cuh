@@ -33,6 +33,13 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
                      : "memory");
 }
 
+// The transpose of 8x8 16-bit elements, of which a lane has two neighbours in row lane / 4.
+__device__ __forceinline__ u32 transposed(u32 x) {
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 // Copy `bytes` of 16, and zeros for the rest; with 0 bytes nothing is read.
 __device__ __forceinline__ void cp_async_16(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
