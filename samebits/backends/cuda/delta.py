@@ -4,9 +4,9 @@
 with one decay for each head so is :mod:`samebits.backends.cuda.linear_attention`. With a decay for each
 channel, ``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
 
-Gradients take three launches after that one. The forward's kernels go through the chunks again, and keep a
-record of each of them. A kernel goes through them backwards, as each needs the gradient of the next one's
-matrix. With both in its record, every chunk's other gradients are computed by themselves.
+For gradients the forward's kernels go through the chunks again, and keep a record of each of them. A kernel
+goes through them backwards, as each needs the gradient of the next one's matrix. With both in its record,
+every chunk's other gradients are computed by themselves.
 """
 
 from __future__ import annotations
