@@ -128,7 +128,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _cuda_context(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The test that breaks the process's CUDA context is named, and those after it are not blamed for it."""
+    """The test that breaks the process's CUDA context is named, and those after it are not blamed for it.
+
+    Python collects no garbage in a test: a CUDA graph among it, destroyed while the test captures another,
+    would end that capture.
+    """
     if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_available():
         yield
         return
@@ -136,7 +140,9 @@ def _cuda_context(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.cuda.synchronize()
     except RuntimeError as error:
         pytest.skip(f"an earlier test broke the CUDA context: {error}")
+    gc.disable()
     yield
+    gc.enable()
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:

@@ -18,6 +18,7 @@ def test_a_graph_among_the_garbage_does_not_end_the_capture_of_another() -> None
     x = torch.zeros(64, device="cuda")
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000)
+    gc.enable()
     try:
         with captured() as graph:
             x + 1
