@@ -29,11 +29,7 @@ def install(hooks: Hooks) -> None:
     method = UnquantizedFusedMoEMethod
     hooks.replace(method, "process_weights_after_loading", keep_weights, "self", "layer")
     if hasattr(MoERunner, "maybe_init_modular_kernel"):  # up to vLLM 0.26, on several GPUs
-        hooks.replace(MoERunner, "maybe_init_modular_kernel", _nothing, "self")
-
-
-def _nothing(self: Any) -> None:
-    pass
+        hooks.replace(MoERunner, "maybe_init_modular_kernel", lambda self: None, "self")
 
 
 def blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:

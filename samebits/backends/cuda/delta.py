@@ -206,6 +206,13 @@ def _check_sequences(x: Delta) -> None:
         )
 
 
+def _goes_by_chunks(x: Delta, tensor_core: bool) -> bool:
+    """Whether :mod:`samebits.backends.cuda.linear_attention` has calls of many tokens, and records."""
+    if not tensor_core or x.by_channel:
+        return False
+    return x.beta is None or takes_chunks(padded_size(x.q.shape[2]), x.q.get_device())
+
+
 def _run(
     x: Delta,
     state: Tensor | None,
@@ -233,8 +240,7 @@ def _run(
     padded = padded_size(key_size)
     hardware_exp2, delta = _hardware_exp2(tensor_core, device), x.beta is not None
     few = tokens <= FEW * sequences
-    linear = tensor_core and not x.by_channel and not (few and records is None)
-    linear = linear and (not delta or takes_chunks(padded, device))
+    linear = _goes_by_chunks(x, tensor_core) and not (few and records is None)
     if schedule is None and tensor_core and closed is None and _is_step(x, q, k, state, out):
         schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, delta, device)
     if not isinstance(schedule, Step):
@@ -392,7 +398,7 @@ def backward(
             names.insert(0, "scores")
         if schedule.staged and tensor_core:
             names.insert(-1, "chains")
-        lacks = x.by_channel or x.beta is None or not takes_chunks(padded, device)
+        lacks = x.beta is None or not _goes_by_chunks(x, tensor_core)
         kernels = {
             which: _gradients_kernel(
                 *(device, which, schedule, dtype, padded, size),

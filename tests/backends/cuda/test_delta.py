@@ -18,6 +18,7 @@ from samebits.backends import delta
 from samebits.backends.cuda import delta as kernels
 from samebits.backends.cuda import delta_schedules as schedules
 from samebits.backends.cuda import linear_attention
+from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.delta import Delta, Steps
 from samebits.backends.recurrent import Layout, RecurrentState
 from samebits.backends.reference import delta as reference
@@ -57,6 +58,18 @@ LINEAR_FORMS = [
 ]
 
 
+def assert_no_spills(spec: KernelSpec) -> None:
+    found = resources(spec, "sm_90a")
+    assert found.spill_bytes == 0
+    assert found.local_bytes == 0
+
+
+def on_gpu_with(multiprocessors: int, kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules are chosen for a GPU of so many multiprocessors, each with so much shared memory."""
+    gpu = SimpleNamespace(sm_count=multiprocessors, max_smem=kib << 10)
+    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+
+
 BY_CHANNEL = (
     schedules.Schedule(32, 64, 8, 2),
     schedules.Schedule(64, 64, 8, 1),
@@ -72,16 +85,12 @@ BY_CHANNEL = (
 def test_compiles_without_spills(schedule: schedules.Schedule, by_channel: bool) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "vector": True}
     options["by_channel"] = by_channel
-    found = resources(kernels.kernel_spec(schedule, torch.bfloat16, 128, **options), "sm_90a")
-    assert found.spill_bytes == 0
-    assert found.local_bytes == 0
+    assert_no_spills(kernels.kernel_spec(schedule, torch.bfloat16, 128, **options))
 
 
 def test_what_comes_before_compiles_without_spills() -> None:
     spec = kernels.prepare_spec(torch.bfloat16, 128, tensor_core=True, hardware_exp2=True)
-    found = resources(spec, "sm_90a")
-    assert found.spill_bytes == 0
-    assert found.local_bytes == 0
+    assert_no_spills(spec)
     assert 3 * (spec.smem + 1024) <= 228 << 10  # three blocks share a multiprocessor
 
 
@@ -94,9 +103,7 @@ def test_what_comes_before_compiles_without_spills() -> None:
 def test_steps_compile_without_spills(schedule: schedules.Step, key_size: int, by_channel: bool) -> None:
     options = {"hardware_exp2": True, "delta": True, "by_channel": by_channel}
     spec = kernels.step_spec(schedule, torch.bfloat16, key_size, 128, **options)
-    found = resources(spec, "sm_90a")
-    assert found.spill_bytes == 0
-    assert found.local_bytes == 0
+    assert_no_spills(spec)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +129,7 @@ def test_which_schedule_a_step_takes(
     wanted: schedules.Step,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu = SimpleNamespace(sm_count=132, max_smem=227 << 10)
-    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+    on_gpu_with(132, 227, monkeypatch)
     assert schedules.choose_step(torch.bfloat16, 128, size, blocks, by_channel, delta_rule, 0) == wanted
 
 
@@ -141,23 +147,20 @@ CHUNK_FORMS = [
 @pytest.mark.parametrize("part", [linear_attention.DELTA_BEGIN, *schedules.catalogue_of_chunks()], ids=str)
 def test_whole_chunks_compile_without_spills(part: schedules.DeltaChunks | str, dtype: torch.dtype) -> None:
     spec = linear_attention.kernel_spec(part, dtype, 128, hardware_exp2=True)
-    found = resources(spec, "sm_90a")
-    assert found.spill_bytes == 0
-    assert found.local_bytes == 0
+    assert_no_spills(spec)
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227])
 def test_every_size_of_whole_chunks_has_a_schedule_that_fits(
     kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = SimpleNamespace(sm_count=132, max_smem=kib << 10)
-    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+    on_gpu_with(132, kib, monkeypatch)
     sizes = (16, 64, 128), (1, 17, 64, 128, 256), (1, 32, 256), (False, True)
     for key_size, size, blocks, keep in itertools.product(*sizes):
         assert schedules.takes_chunks(key_size, 0) == (kib > 99 or key_size == 16)
         if schedules.takes_chunks(key_size, 0):
             found = schedules.choose_chunks(key_size, size, blocks, keep, 0)
-            assert found.memory(key_size, keep) <= gpu.max_smem
+            assert found.memory(key_size, keep) <= kib << 10
             assert found in schedules.catalogue_of_chunks()
     assert not schedules.takes_chunks(144, 0)
     if kib == 227:
@@ -185,23 +188,20 @@ def test_linear_attention_compiles_without_spills(
 ) -> None:
     options = {"hardware_exp2": True, "weighted": weighted, "keep": keep}
     spec = linear_attention.kernel_spec(part, torch.bfloat16, 128, **options)
-    found = resources(spec, "sm_90a")
-    assert found.spill_bytes == 0
-    assert found.local_bytes == 0
+    assert_no_spills(spec)
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227])
 def test_every_size_of_linear_attention_has_a_schedule_that_fits(
     kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = SimpleNamespace(sm_count=84, max_smem=kib << 10)
-    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+    on_gpu_with(84, kib, monkeypatch)
     known = [*schedules.catalogue_of_linear()]
     sizes = (16, 128, 256), (1, 17, 64, 128, 256)
     for key_size, size, blocks, weighted in itertools.product(*sizes, (1, 1000), (False, True)):
         found = schedules.choose_linear(key_size, size, blocks, weighted, 0)
         for part in (found.states, found.rows):
-            assert part.memory(key_size, weighted) <= gpu.max_smem
+            assert part.memory(key_size, weighted) <= kib << 10
         assert found.states in [s.states for s in known]
         assert found.rows in [s.rows for s in known]
 
@@ -221,9 +221,7 @@ def test_gradients_compile_without_spills(
 ) -> None:
     options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "by_channel": by_channel}
     given = (which, schedule, torch.bfloat16, 128, 128)
-    found = resources(kernels.gradients_spec(*given, **options), "sm_90a")
-    assert found.spill_bytes == 0
-    assert found.local_bytes == 0
+    assert_no_spills(kernels.gradients_spec(*given, **options))
 
 
 IN_REGISTERS = [s for s in schedules.catalogue_of_gradients() if s.registers]
@@ -261,13 +259,12 @@ def test_gradients_take_the_stages_that_fit(
     With a decay for each channel heads of 128 fit into an A100's. From there on the gradient of the matrix
     lies in registers, with one decay for each head.
     """
-    gpu = SimpleNamespace(sm_count=84, max_smem=kib << 10)
-    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+    on_gpu_with(84, kib, monkeypatch)
     found = schedules.choose_of_gradients(torch.bfloat16, size, size, 32, True, by_channel, 0)
     assert found.stages == stages
     assert found.staged or not by_channel
     assert found.registers == (kib > 99 and size == 128 and not by_channel)
-    assert max(found.memory(torch.bfloat16, size, size, True, by_channel)) <= gpu.max_smem
+    assert max(found.memory(torch.bfloat16, size, size, True, by_channel)) <= kib << 10
 
 
 @pytest.mark.parametrize(
@@ -276,8 +273,7 @@ def test_gradients_take_the_stages_that_fit(
 def test_tiles_of_gradients_are_as_wide_as_fills_the_gpu(
     blocks: int, size: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = SimpleNamespace(sm_count=132, max_smem=227 << 10)
-    monkeypatch.setattr(schedules.devices, "device_info", lambda _: gpu)
+    on_gpu_with(132, 227, monkeypatch)
     found = schedules.choose_of_gradients(torch.bfloat16, 128, size, blocks, True, False, 0)
     assert (found.registers, found.tile) == (True, tile)
 

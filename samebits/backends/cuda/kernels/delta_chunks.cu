@@ -54,14 +54,6 @@ struct Memory {
 #endif
 };
 
-// Rounded to 16 bits.
-__device__ __forceinline__ float rounded(float x) {
-    if constexpr (TYPE == BF16)
-        return __uint_as_float(E::pack(0.0f, x));
-    else
-        return E::widen(E::narrow(x));
-}
-
 // Of 16 x 16 elements.
 __device__ __forceinline__ void step(float (&acc)[2][4], const u32 (&left)[4], const u32 (&right)[4]) {
     mma_m16n8k16<TYPE == BF16>(acc[0], left, right);

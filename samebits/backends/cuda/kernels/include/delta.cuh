@@ -134,6 +134,16 @@ __device__ __forceinline__ u32 by_columns(const Stored* from, int line) {
     return shared_address(from + (lane / 16 * 8 + lane % 8) * line + lane / 8 % 2 * 8);
 }
 
+#if TENSOR_CORE
+// Rounded to the operands' type.
+__device__ __forceinline__ float rounded(float x) {
+    if constexpr (TYPE == BF16)
+        return __uint_as_float(E::pack(0.0f, x));
+    else
+        return E::widen(E::narrow(x));
+}
+#endif
+
 // Two neighbours along k of an operand, rounded and packed.
 template <class T>
 __device__ __forceinline__ u32 pair_of(const T& operand, int row, int k) {
@@ -240,7 +250,8 @@ __device__ __forceinline__ void for_tiles(const F& f) {
 }
 #endif
 
-// Operands, with PAIRS if they lie there rounded: rows of `line` elements, or with the roles of row and k exchanged; of floats, which get rounded.
+// Operands, with PAIRS if they lie there rounded: rows of `line` elements, or with the roles of row and k exchanged; of
+// floats, which get rounded.
 struct Rows {
     static constexpr bool PAIRS = true;
     const Stored* from;

@@ -57,14 +57,6 @@ __device__ __forceinline__ void copy_by_helpers(Stored* to, const Stored* from, 
     }
 }
 
-// Rounded to the operands' type.
-__device__ __forceinline__ float rounded(float x) {
-    if constexpr (TYPE == BF16)
-        return __uint_as_float(E::pack(0.0f, x));
-    else
-        return E::widen(E::narrow(x));
-}
-
 __device__ __forceinline__ float part_of(const float4& x, int i) {
     return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
 }
