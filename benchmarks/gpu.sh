@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All benchmarks that want a GPU, one after the other, in some forty minutes: bash benchmarks/gpu.sh OUT [COMMIT [NAME...]]
+# All benchmarks that want a GPU, one after the other, in some fifty minutes: bash benchmarks/gpu.sh OUT [COMMIT [NAME...]]
 #
 # With OUT, results go there and not into benchmarks/results/; COMMIT names what is measured where git cannot tell. NAME: only
 # these, such as bench and attention. On a host of several GPUs, each may measure others, on CPUs of its own:
@@ -45,7 +45,7 @@ measure segments 120 segments
 measure segments_float32 120 segments --float32 --rows 1 8 64 512 2048
 measure held_out 300 held_out
 measure bench 450 gpu
-measure attention 300 attention
+measure attention 450 attention
 measure paged 90 paged
 measure attention_invariance 180 attention_invariance
 measure counters 60 counters
