@@ -35,7 +35,7 @@ from samebits.distributed import (
     tp_plan,
     vocab_parallel_linear_logp,
 )
-from samebits.tools.graphs import captured
+from samebits.tools.graphs import capture
 
 ROWS = (1, 16, 128, 1024, 8192)
 PRODUCTS = ((8192, 4096), (8192, 8192), (14336, 4096), (28672, 8192))
@@ -89,9 +89,12 @@ def graphed(run: Callable[[], object], device: str, calls: int = 20) -> Callable
         for _ in range(3):
             run()
     torch.cuda.synchronize()
-    with captured() as graph:
+
+    def repeat() -> None:
         for _ in range(calls):
             run()
+
+    graph, _ = capture(repeat)
     return graph.replay
 
 

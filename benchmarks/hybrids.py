@@ -42,7 +42,7 @@ from benchmarks import steps
 from benchmarks.record import arguments, environment, results, write
 from benchmarks.steps import Form, SkippedError, Turn, context, fused, nothing
 from benchmarks.turns import processes
-from samebits.tools.graphs import captured
+from samebits.tools.graphs import capture
 
 DEVICE = "cuda"
 VOCABULARY = 16384
@@ -286,8 +286,7 @@ class Decoding:
         for _ in range(2):
             self.step()
         torch.cuda.synchronize()
-        with captured() as graph:
-            self.step()
+        graph, _ = capture(self.step)
         self.forget()
         self._replay = graph.replay
 

@@ -26,7 +26,7 @@ from samebits.tools.bench import BenchCase
 from samebits.tools.bench.cases import stored_logits
 from samebits.tools.bench.clock import alone, timed
 from samebits.tools.bench.measure import check_logp
-from samebits.tools.graphs import captured
+from samebits.tools.graphs import capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,7 @@ def graphs(runs: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
         with torch.cuda.stream(stream):
             run()
         with suppress(RuntimeError):  # another library may wait for the GPU
-            with captured(stream=stream) as graph:
-                run()
+            graph, _ = capture(run, stream=stream)
             found[name] = graph.replay
     return found
 

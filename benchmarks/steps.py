@@ -48,7 +48,7 @@ from benchmarks.models import BATCHES, BILLION
 from benchmarks.record import arguments, environment, merged, results, write
 from benchmarks.turns import processes
 from samebits.ops.linear_logp import linear_logp
-from samebits.tools.graphs import captured
+from samebits.tools.graphs import capture
 
 EXPERTS: dict[str, Any] = {
     "hidden_size": 2048,
@@ -156,8 +156,7 @@ class Decoding:
             self.eager()
             self.forget()
         torch.cuda.synchronize()
-        with captured() as graph:
-            self.eager()
+        graph, _ = capture(self.eager)
         self.forget()
         return graph.replay
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 
-@contextmanager
-def captured(**options: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """A CUDA graph of the block, with options of :class:`torch.cuda.graph`.
 
-    Python collects no garbage there: if a graph among it is destroyed, the capture of this one fails.
+def capture(run: Callable[[], T], **options: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A CUDA graph of `run`, with options of :class:`torch.cuda.graph`, and what `run` returned.
+
+    If another graph is destroyed meanwhile, the capture may fail. So Python collects no garbage, and a
+    variable that held the graph before this one lets go of it only after the capture.
     """
     graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
     gc.disable()
     try:
         with torch.cuda.graph(graph, **options):
-            yield graph
+            found = run()
     finally:
         if collects:
             gc.enable()
+    return graph, found

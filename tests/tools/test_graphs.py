@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import samebits
-from samebits.tools.graphs import captured
+from samebits.tools.graphs import capture
 
 
 @pytest.mark.gpu
@@ -20,19 +21,37 @@ def test_a_graph_among_the_garbage_does_not_end_the_capture_of_another() -> None
     gc.set_threshold(100_000)
     gc.enable()
     try:
-        with captured() as graph:
-            x + 1
-        cycle: list[object] = [graph]
+        cycle: list[object] = [*capture(lambda: x + 1)]
         cycle.append(cycle)
-        del graph, cycle
-        with captured() as graph:
+        del cycle
+
+        def collecting() -> Tensor:
             gc.set_threshold(1)  # Python would collect now
             assert [[] for _ in range(9)]
-            y = x + 1
+            return x + 1
+
+        graph, y = capture(collecting)
     finally:
         gc.set_threshold(*thresholds)
     graph.replay()
     assert y.eq(1).all()
+
+
+def test_the_graph_before_outlives_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a loop, too, whose variable holds it."""
+    gone: list[str] = []
+
+    class Graph:
+        def __del__(self) -> None:
+            gone.append("a graph")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    for i in range(3):
+        graph, found = capture(lambda: list(gone))
+        assert len(found) == max(0, i - 1)
+        assert len(gone) == i
+    del graph
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -42,11 +61,11 @@ def test_python_collects_again(monkeypatch: pytest.MonkeyPatch, collects: bool) 
     if not collects:
         gc.disable()
     try:
-        with captured():
-            assert not gc.isenabled()
+        graph, found = capture(gc.isenabled)
+        assert (type(graph), found) == (object, False)
         assert gc.isenabled() == collects
-        with pytest.raises(ValueError, match="in the block"), captured():
-            raise ValueError("in the block")
+        with pytest.raises(ZeroDivisionError):
+            capture(lambda: 1 / 0)
         assert gc.isenabled() == collects
     finally:
         gc.enable()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samebits.tools.bench.cases import F32, BenchCase, Run
-from samebits.tools.graphs import captured
+from samebits.tools.graphs import capture
 
 ALONE = 0.08
 """Seconds after which a GPU's clock follows the power of the code that runs."""
@@ -34,9 +34,12 @@ class Race:
         torch.cuda.synchronize()
         # One output for each set of operands stays alive, so that results do not stay in the L2 cache.
         outputs: list[Any] = [None] * len(sets)
-        with captured(pool=self._pool) as graph:
+
+        def calls() -> None:
             for i in range(self._calls):
                 outputs[i % len(sets)] = run(*sets[i % len(sets)])
+
+        graph, _ = capture(calls, pool=self._pool)
         self._graphs[name] = graph, (run, sets)
 
     def only(self, names: Iterable[str]) -> Race:

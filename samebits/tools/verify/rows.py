@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from samebits.backends import chosen_backend
 from samebits.contract import Contract
 from samebits.ops.linear import linear
 from samebits.testing import values
-from samebits.tools.graphs import captured
+from samebits.tools.graphs import capture
 from samebits.tools.verify.case import BF16, F16, ProductCase
 from samebits.tools.verify.failures import finish
 from samebits.tools.verify.operands import Inputs, laid
@@ -79,8 +80,7 @@ def verify_rows(
             got = linear(x[here], weight)
             same("another stream", got, here)
 
-        with captured() as graph:
-            got = linear(x[here], weight)
+        graph, got = capture(partial(linear, x[here], weight))
         for _ in range(2):
             got.fill_(math.nan)
             graph.replay()
