@@ -2,7 +2,8 @@
 
 python -m benchmarks paged [--commit COMMIT] [--out FILE]
 
-One query of each sequence, in CUDA graphs. Bits are compared before anything is timed.
+One query of each sequence, in CUDA graphs. Bits are compared before anything is timed. If vLLM is installed,
+its FlashAttention 3 takes part, as an engine calls it: what it schedules is there before the step's layers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -56,6 +59,32 @@ def without(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Any:
     return samebits.attention(q, k, v, causal=True)
 
 
+def flash_attention_3(rows: int, keys: int, page: int) -> Callable[..., Any]:
+    from vllm.vllm_flash_attn import flash_attn_interface as theirs
+
+    starts, lengths = (torch.arange(0, n * rows + 1, n, dtype=torch.int32, device="cuda") for n in (1, keys))
+    scheduled = theirs.get_scheduler_metadata(
+        *(rows, 1, keys, HEADS, KV_HEADS, SIZE, lengths.diff()),
+        cu_seqlens_q=starts,
+        page_size=page,
+        causal=True,
+    )
+
+    def run(q: Tensor, _k: Tensor, _v: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Any:
+        lengths, table, out = more
+        return theirs.flash_attn_varlen_func(
+            *(q[:, 0], k, v, 1, starts, keys),
+            seqused_k=lengths,
+            causal=True,
+            block_table=table,
+            out=out[:, 0],
+            fa_version=3,
+            scheduler_metadata=scheduled,
+        )
+
+    return run
+
+
 def measure(rows: int, keys: int, page: int) -> dict[str, Any]:
     """Microseconds of a call."""
     key_bytes = 4 * rows * keys * KV_HEADS * SIZE
@@ -64,16 +93,21 @@ def measure(rows: int, keys: int, page: int) -> dict[str, Any]:
     race = Race(max(8, min(200, math.ceil(3e-3 / (key_bytes / 3e12 + 5e-6)))))
     race.add("pages", over_pages, sets)
     race.add("no pages", without, sets)
+    if find_spec("vllm"):
+        theirs, want = flash_attention_3(rows, keys, page), without(*sets[0])[:, 0]
+        torch.testing.assert_close(theirs(*sets[0]), want, rtol=2e-2, atol=2e-3)
+        race.add("FlashAttention 3", theirs, sets)
     us = race.run(11)
     return {"rows": rows, "keys": keys, "page": page, "key_bytes": key_bytes, "us": us}
 
 
 def show(data: dict[str, Any]) -> Table:
-    table = Table("rows", "keys", "page", "pages, us", "no pages, us", "TB/s over pages")
+    names = list(data["cases"][0]["us"])
+    table = Table("rows", "keys", "page", *(f"{name}, us" for name in names), "TB/s over pages")
     for c in data["cases"]:
-        us = c["us"]
-        cells = (c["rows"], c["keys"], c["page"], f"{us['pages']:.1f}", f"{us['no pages']:.1f}")
-        table.add_row(*map(str, cells), f"{c['key_bytes'] / us['pages'] / 1e6:.2f}")
+        times = (f"{c['us'][name]:.1f}" for name in names)
+        rate = f"{c['key_bytes'] / c['us']['pages'] / 1e6:.2f}"
+        table.add_row(*map(str, (c["rows"], c["keys"], c["page"])), *times, rate)
     return table
 
 

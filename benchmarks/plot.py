@@ -460,12 +460,15 @@ PICTURES: dict[str, Callable[[], Figure]] = (
         f"{gpu}-{what}.svg": _of(f"{gpu}/{what}.json", draw)
         for gpu in GPUS[:1]
         for what, draw in (
-            ("attention", gpu_attention),
             ("rows", gpu_rows),
             ("logp", gpu_logp),
             ("models", gpu_models),
         )
         if gpu in measured(f"{what}.json")
+    }
+    | {
+        f"{gpu}-attention.svg": _of(f"{gpu}/attention.json", gpu_attention)
+        for gpu in measured("attention.json")
     }
     | {f"{gpu}-vllm.svg": _of(f"{gpu}/vllm.json", gpu_vllm) for gpu in measured("vllm.json")[:1]}
     | {

@@ -37,6 +37,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "attention": operations.gpu_attention,
         "attention-cases": operations.gpu_attention_cases,
     },
+    "paged.json": {"paged": operations.gpu_paged},
     "attention_invariance.json": {"attention-invariance": proofs.gpu_attention_invariance},
     "grouped.json": {"grouped": products.gpu_grouped, "grouped-cases": products.gpu_grouped_cases},
     "held_out.json": {"held-out": products.gpu_held_out},
@@ -83,7 +84,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 
 ALSO = (
     *("summary", "behind", "held-out", "unaligned", "grouped", "distributed", "segments"),
-    "host-calls",
+    *("attention", "attention-cases", "host-calls"),
     *("verify", "attention-invariance", "fp8-invariance"),
 )
 """What pages show of every GPU; all else is of the first that has it."""

@@ -80,6 +80,17 @@ def gpu_attention_cases(data: dict[str, Any]) -> str:
     return table([*head, "speed", "of a large copy's bandwidth"], rows)
 
 
+def gpu_paged(data: dict[str, Any]) -> str:
+    """Decoding over pages."""
+    names = list(data["cases"][0]["us"])
+    rows = [
+        [f"{c['rows']} x {c['keys']:,}", c["page"], *(f"{c['us'][name]:.1f}" for name in names)]
+        for c in data["cases"]
+    ]
+    head = ["sequences x keys", "slots of a page", *(f"{name}, µs" for name in names)]
+    return "\n\n".join((table(head, rows), measured_on_gpu(data)))
+
+
 def gpu_rows(data: dict[str, Any]) -> str:
     """Row operations: means over widths, then every case."""
     over_widths = table(
