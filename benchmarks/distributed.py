@@ -234,6 +234,10 @@ def steps(
                     cases[-1]["graph"] = milliseconds(graphed(run, device, 1), device, 7)
                 except RuntimeError as error:
                     cases[-1]["refused"] = f"{type(error).__name__}: {error}"[:200]
+                    fresh = torch.Generator(device)  # PyTorch's own believes that the capture goes on
+                    torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(
+                        fresh.graphsafe_get_state()
+                    )
         if how != "torch":
             logp = step(model, ids, how)
             kept[how] = [logp, *(p.grad for p in model.parameters())]

@@ -36,6 +36,7 @@ from samebits.latent import Absorbed, absorbed, expanded
 from samebits.mode.arguments import without_autocast
 from samebits.mode.fp8_layers import fp8_experts
 from samebits.ops._checks import SUPPORTED
+from samebits.ops._memory import capturing
 from samebits.ops.attention import attention
 from samebits.ops.experts import Routed, experts
 from samebits.remedies import see
@@ -439,9 +440,18 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _offsets(segments: Tensor) -> Tensor:
-    """Where packed sequences begin in the tokens of all rows, and the end."""
-    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
-    return F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=segments.numel()).to(torch.int32)
+    """Where packed sequences begin in the tokens of all rows, and the end.
+
+    In the capture of a CUDA graph there are as many sequences as tokens, for nobody can wait for their number:
+    the last of them are empty.
+    """
+    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True).flatten()
+    if capturing(segments):
+        tokens = torch.arange(begins.numel(), device=begins.device, dtype=torch.int32)
+        found = torch.where(begins, tokens, begins.numel()).sort().values
+    else:
+        found = begins.nonzero()[:, 0]
+    return F.pad(found, (0, 1), value=begins.numel()).to(torch.int32)
 
 
 # ---- the attention function

@@ -377,6 +377,27 @@ def test_selected_keys(kind: str) -> None:
     assert_same_bits(torch.cat(steps, 1), want, "decoding")
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed"])
+def test_a_captured_model_waits_for_no_count(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the capture of a CUDA graph nobody can wait for the number of sequences. They have the same bits."""
+    model, tokens = build(kind, "cpu"), torch.arange(96).view(2, 48) % 60
+    positions = torch.cat([torch.arange(17), torch.arange(31)]).expand(2, -1) if packed else None
+
+    def computed() -> tuple[Tensor, Tensor]:
+        logits, x = run(model, tokens, position_ids=positions)
+        return logits, torch.autograd.grad(logits.float().square().sum(), x)[0]
+
+    eager = computed()
+    with monkeypatch.context() as patched:
+        patched.setattr(samebits.transformers, "capturing", lambda _: True)
+        patched.setattr(transformers.masking_utils, "is_tracing", lambda _: True)
+        patched.setattr(Tensor, "nonzero", None)
+        captured = computed()
+    for what, got, want in zip(("logits", "gradient"), captured, eager, strict=True):
+        assert_same_bits(got, want, what)
+
+
 @torch.no_grad()
 def test_packed_rows_in_chunks() -> None:
     """Llama 4's chunks: a pattern that spans do not tell."""
