@@ -442,8 +442,8 @@ def _same(a: Any, b: Any) -> bool:
 def _offsets(segments: Tensor) -> Tensor:
     """Where packed sequences begin in the tokens of all rows, and the end.
 
-    In the capture of a CUDA graph there are as many sequences as tokens, for nobody can wait for their number:
-    the last of them are empty.
+    In the capture of a CUDA graph nobody can wait for their number. So there are as many as tokens, and the
+    last of them are empty.
     """
     begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True).flatten()
     if capturing(segments):

@@ -379,7 +379,7 @@ def test_selected_keys(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed"])
-def test_a_captured_model_waits_for_no_count(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_waits_for_no_count(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the capture of a CUDA graph nobody can wait for the number of sequences. They have the same bits."""
     model, tokens = build(kind, "cpu"), torch.arange(96).view(2, 48) % 60
     positions = torch.cat([torch.arange(17), torch.arange(31)]).expand(2, -1) if packed else None
