@@ -71,6 +71,8 @@ class _Choice(local):
 
 
 _choice = _Choice()
+choices = {"made": False}
+"""Whether any thread has ever made one."""
 
 
 class use_backend:  # noqa: N801
@@ -102,6 +104,7 @@ class use_backend:  # noqa: N801
     def __init__(self, name: str | None) -> None:
         if name is not None and name not in NAMES:
             raise ValueError(f"samebits.use_backend: name: expected one of {NAMES} or None, got {name!r}")
+        choices["made"] = True
         self._name, self._replaced = name, (_choice.backend, _choice.made_by)
         _choice.backend, _choice.made_by = name, self
 

@@ -8,6 +8,7 @@
 #include <Python.h>
 #include <limits.h>
 #include <stdalign.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -30,28 +31,45 @@ typedef int (*LaunchKernel)(const void* config, void* function, void** params, v
 typedef int (*ReplaceAddress)(void* map, void* address);
 typedef int (*SetBytes)(unsigned long long at, unsigned char value, size_t count, void* stream);
 
-/* PyTorch's functions in C that read a tensor. A tensor of C++ is one pointer: that of Python's `_cdata`. */
+/* PyTorch's functions that read a tensor. A tensor of C++ is one pointer, with which Python's object begins. */
+typedef struct {
+    PyObject_HEAD void* own; /* also `_cdata` */
+} TensorObject;
 typedef int (*ReadPointer)(void** tensor, void** found);
 typedef int (*ReadCount)(void** tensor, int64_t* found);
 typedef int (*ReadArray)(void** tensor, int64_t** found);
 typedef int (*ReadNumber)(void** tensor, int32_t* found);
+typedef bool (*IsTensor)(void** tensor);
+typedef bool (*IsOwn)(void* own);
+
+/* Those that say what goes on in this thread. */
+typedef bool (*IsOn)(void);
+typedef int64_t (*Count)(void);
+typedef bool (*IsKey)(uint16_t key);
+typedef int (*ReadDevice)(int8_t* device);
+typedef int (*ReadStream)(int32_t device, void** stream);
 
 /* What Python knows of the driver and of PyTorch; set by configure(). */
 static struct {
-    PyObject *tensor, *parameter, *dtype;      /* types */
-    PyObject *modes, *dispatch, *grad_enabled; /* questions to PyTorch */
-    PyObject *device, *stream;
+    PyObject *tensor, *parameter, *dtype; /* types */
     PyObject *allocate, *make_current, *fail;
+    PyObject *watched, *at_rest; /* see is_watched() */
     ReadPointer address;
     ReadCount dims;
     ReadArray sizes, strides;
     ReadNumber dtype_of, layout_of, device_of;
+    IsTensor is_neg;
+    IsOwn requires_grad;
+    IsOn function_modes, grad_enabled;
+    Count dispatch_modes;
+    IsKey included, excluded;
+    ReadDevice device;
+    ReadStream stream;
     LaunchKernel launch;
     ReplaceAddress replace_address;
     SetBytes set_bytes;
+    uint16_t traced, transformed, autocast[2]; /* keys of PyTorch's dispatcher */
 } with;
-
-static PyObject *str_cdata, *str_requires_grad, *str_is_neg;
 
 /* ---- Recipe ---------------------------------------------------------------------------------------------- */
 
@@ -77,8 +95,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD vectorcallfunc vectorcall;
-    long device;
-    int arguments, allocations, launches, ties;
+    int device, arguments, allocations, launches, ties;
     PyObject* geometries; /* a tuple of (shape, strides, dtype), one for each allocation; or (function,
                              an argument's index, and what the function takes with that argument) */
     PyObject* kernels;    /* what the launches were of: for errors, and kept alive */
@@ -107,14 +124,13 @@ static void recipe_dealloc(Recipe* self) {
    bytes apart two arguments begin. A launch is (function, bytes, patches), a
    patch (at, tensor, is_map, delta). To set bytes to zero is (0, count, (patch,)). */
 static PyObject* recipe_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-    long device;
-    int arguments;
+    int device, arguments;
     PyObject *geometries, *launches, *kernels, *result, *ties = NULL;
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
         PyErr_SetString(PyExc_TypeError, "Recipe takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "liO!O!O!O|O!", &device, &arguments, &PyTuple_Type, &geometries,
+    if (!PyArg_ParseTuple(args, "iiO!O!O!O|O!", &device, &arguments, &PyTuple_Type, &geometries,
                           &PyTuple_Type, &launches, &PyTuple_Type, &kernels, &result, &PyTuple_Type, &ties))
         return NULL;
     Recipe* self = (Recipe*)type->tp_alloc(type, 0);
@@ -229,20 +245,11 @@ typedef struct {
     uintptr_t at[MOST_TENSORS];
 } Tensors;
 
-/* The pointer that a tensor of C++ is. NULL with an error. */
-static void* unwrapped(PyObject* tensor) {
-    PyObject* found = PyObject_GetAttr(tensor, str_cdata);
-    if (found == NULL) return NULL;
-    void* pointer = PyLong_AsVoidPtr(found);
-    Py_DECREF(found);
-    if (pointer == NULL && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a tensor is NULL");
-    return pointer;
-}
+static void** own_of(PyObject* tensor) { return &((TensorObject*)tensor)->own; }
 
 static int address_of(PyObject* tensor, uintptr_t* at) {
-    void *own = unwrapped(tensor), *found;
-    if (own == NULL) return -1;
-    if (with.address(&own, &found)) {
+    void* found;
+    if (with.address(own_of(tensor), &found)) {
         PyErr_SetString(PyExc_RuntimeError, "a tensor has no address");
         return -1;
     }
@@ -262,7 +269,7 @@ static PyObject* one_of(const Recipe* recipe, const Tensors* tensors, PyObject* 
 }
 
 /* Run launches from `*i` on, on a copy of their bytes. An error's code comes back, and `*i` is whose it is. */
-static int run_from(int* i, const Recipe* recipe, const Tensors* tensors, uintptr_t stream,
+static int run_from(int* i, const Recipe* recipe, const Tensors* tensors, void* stream,
                     unsigned char* bytes) {
     int code = 0;
     Py_BEGIN_ALLOW_THREADS for (; *i < recipe->launches; ++*i) {
@@ -279,7 +286,7 @@ static int run_from(int* i, const Recipe* recipe, const Tensors* tensors, uintpt
         if (code != 0) break;
         if (launch->function == NULL) {
             uintptr_t to = tensors->at[launch->patch->tensor] + (uintptr_t)launch->patch->delta;
-            code = with.set_bytes(to, 0, launch->size, (void*)stream);
+            code = with.set_bytes(to, 0, launch->size, stream);
         } else {
             void* params = own + PARAMS;
             memcpy(own + STREAM, &stream, sizeof stream);
@@ -291,20 +298,16 @@ static int run_from(int* i, const Recipe* recipe, const Tensors* tensors, uintpt
 }
 
 static int run_launches(const Recipe* recipe, const Tensors* tensors) {
-    PyObject* device = PyLong_FromLong(recipe->device);
-    if (device == NULL) return -1;
-    PyObject* found = PyObject_CallOneArg(with.stream, device);
-    Py_DECREF(device);
-    if (found == NULL) return -1;
-    uintptr_t stream = (uintptr_t)PyLong_AsUnsignedLongLong(found);
-    Py_DECREF(found);
-    if (PyErr_Occurred()) return -1;
-
+    void* stream;
+    if (with.stream(recipe->device, &stream)) {
+        PyErr_SetString(PyExc_RuntimeError, "a device has no stream");
+        return -1;
+    }
     alignas(128) unsigned char bytes[MOST_BYTES];
     memcpy(bytes, recipe->bytes, recipe->size);
     int i = 0, code = run_from(&i, recipe, tensors, stream, bytes);
     if (code == INVALID_CONTEXT) {
-        PyObject* made = PyObject_CallFunction(with.make_current, "l", recipe->device);
+        PyObject* made = PyObject_CallFunction(with.make_current, "i", recipe->device);
         if (made == NULL) return -1;
         Py_DECREF(made);
         code = run_from(&i, recipe, tensors, stream, bytes);
@@ -393,23 +396,8 @@ static PyObject* recipe_call(Recipe* self, PyObject* const* args, size_t nargsf,
 typedef struct {
     PyObject_HEAD vectorcallfunc vectorcall;
     PyObject *run, *record, *recipes;
-    PyObject* questions; /* NULL, or a tuple of functions: only if all answer no is a call replayed */
+    PyObject* questions; /* of public calls, a tuple of functions: they are replayed only if all answer no */
 } Replay;
-
-/* Whether a question is answered by false or 0; -1 with an error. */
-static int is_no(PyObject* question) {
-    PyObject* answer = PyObject_CallNoArgs(question);
-    if (answer == NULL) return -1;
-    int yes = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return yes < 0 ? -1 : !yes;
-}
-
-/* Whether a tensor has an attribute that is not False, or the method returns that: 1, 0, or -1 with an error. */
-static int is_true(PyObject* found) {
-    Py_XDECREF(found);
-    return found == NULL ? -1 : found != Py_False;
-}
 
 /* All that decides what a call does, but for the addresses. */
 typedef struct {
@@ -434,13 +422,13 @@ typedef struct {
     int32_t dtype, device;
 } Tensor;
 
-/* -1, perhaps with an error, of what is not dense, or has no memory of its own. */
+/* -1 of what is not dense, or has no memory of its own. */
 static int read_tensor(PyObject* tensor, Tensor* to) {
-    void *own = unwrapped(tensor), *address;
+    void **of = own_of(tensor), *address;
     int32_t layout;
-    if (own == NULL || with.layout_of(&own, &layout) || layout != STRIDED) return -1;
-    if (with.device_of(&own, &to->device) || with.dtype_of(&own, &to->dtype) || with.dims(&own, &to->dims) ||
-        with.sizes(&own, &to->sizes) || with.strides(&own, &to->strides) || with.address(&own, &address))
+    if (with.layout_of(of, &layout) || layout != STRIDED) return -1;
+    if (with.device_of(of, &to->device) || with.dtype_of(of, &to->dtype) || with.dims(of, &to->dims) ||
+        with.sizes(of, &to->sizes) || with.strides(of, &to->strides) || with.address(of, &address))
         return -1;
     to->address = (uintptr_t)address;
     int empty = 0;
@@ -450,10 +438,10 @@ static int read_tensor(PyObject* tensor, Tensor* to) {
 
 /* `self`: the index of the first argument that is the same object; `recorded`: whether autograd records it. */
 static int add_tensor(Key* key, PyObject* tensor, Tensors* tensors, int i, int self, int recorded,
-                      long* device) {
+                      int* device) {
     Tensor t;
     if (read_tensor(tensor, &t) || t.dims > MOST_DIMS) return -1;
-    if (*device == LONG_MIN) *device = t.device;
+    if (*device == INT_MIN) *device = t.device;
     if (*device != t.device) return -1; /* on several devices */
     int same = i;
     for (int j = 0; j < i && same == i; j++)
@@ -504,19 +492,18 @@ static int add_all(Key* key, PyObject* x, int depth) {
    the tensors before. `recorded` becomes 1 if autograd records the call. Calls without gradients have keys of
    their own, as they return no views. */
 static PyObject* make_key(PyObject* const* args, Py_ssize_t count, PyObject* names, int grad_enabled,
-                          Tensors* tensors, long* device, int* recorded) {
+                          Tensors* tensors, int* device, int* recorded) {
     Key key;
     key.size = 0;
-    *device = LONG_MIN;
+    *device = INT_MIN;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject* x = args[i];
         tensors->at[i] = 0;
         if (is_tensor(x)) {
             int one = 0, self = 0;
-            if (grad_enabled >= 0 && is_true(PyObject_VectorcallMethod(str_is_neg, &x, 1, NULL))) return NULL;
+            if (grad_enabled >= 0 && with.is_neg(own_of(x))) return NULL;
             if (grad_enabled == 1) {
-                one = is_true(PyObject_GetAttr(x, str_requires_grad));
-                if (one < 0) return NULL;
+                one = with.requires_grad(*own_of(x));
                 while (args[self] != x) self++;
             }
             *recorded |= one;
@@ -526,17 +513,14 @@ static PyObject* make_key(PyObject* const* args, Py_ssize_t count, PyObject* nam
             return NULL;
         }
     }
-    if (*device == LONG_MIN) return NULL; /* no tensor */
+    if (*device == INT_MIN) return NULL; /* no tensor */
     if (add(&key, '@', device, sizeof *device) || (names != NULL && add_all(&key, names, 1))) return NULL;
     return PyBytes_FromStringAndSize((const char*)key.bytes, key.size);
 }
 
-static int on_current_device(long device) {
-    PyObject* current = PyObject_CallNoArgs(with.device);
-    if (current == NULL) return -1;
-    long index = PyLong_AsLong(current);
-    Py_DECREF(current);
-    return index == -1 && PyErr_Occurred() ? -1 : index == device;
+static int on_current_device(int device) {
+    int8_t current;
+    return with.device(&current) == 0 && current == device;
 }
 
 static PyObject* recorded(Replay* self, PyObject* key, PyObject* const* args, Py_ssize_t count,
@@ -563,33 +547,50 @@ done:
     return result;
 }
 
+/* Whether a question is answered by anything but false, 0 and -1. Itself -1, with an error. */
+static int is_yes(PyObject* question) {
+    PyObject* answer = PyObject_CallNoArgs(question);
+    if (answer == NULL) return -1;
+    int no = PyLong_CheckExact(answer) && PyLong_AsLong(answer) == -1;
+    int yes = no ? 0 : PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return yes;
+}
+
+/* with.watched(), which is not asked while dictionaries have the very objects that `at_rest` names. */
+static int is_watched(void) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(with.at_rest); i++) {
+        PyObject** of = ((PyTupleObject*)PyTuple_GET_ITEM(with.at_rest, i))->ob_item;
+        if (PyDict_GetItem(of[0], of[1]) != of[2]) return is_yes(with.watched);
+    }
+    return 0;
+}
+
 /* Whether calls may be replayed at all now: 1, 0, or -1 with an error. */
 static int may_replay(const Replay* self) {
-    int no = is_no(with.modes);
-    if (no == 1) no = is_no(with.dispatch);
-    for (Py_ssize_t i = 0; no == 1 && self->questions != NULL && i < PyTuple_GET_SIZE(self->questions); i++)
-        no = is_no(PyTuple_GET_ITEM(self->questions, i));
-    return no;
+    if (with.function_modes() || with.dispatch_modes()) return 0;
+    if (self->questions == NULL) return 1;
+    if (with.included(with.traced) || with.included(with.transformed)) return 0;
+    if (!with.excluded(with.autocast[0]) || !with.excluded(with.autocast[1])) return 0;
+    int yes = is_watched();
+    for (Py_ssize_t i = 0; yes == 0 && i < PyTuple_GET_SIZE(self->questions); i++)
+        yes = is_yes(PyTuple_GET_ITEM(self->questions, i));
+    return yes < 0 ? -1 : !yes;
 }
 
 static PyObject* replay_call(Replay* self, PyObject* const* args, size_t nargsf, PyObject* names) {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf), named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     Tensors tensors;
     tensors.count = 0;
-    long device;
+    int device;
     if (with.tensor == NULL || count + named > MOST_TENSORS / 2) goto slow;
-    int may = may_replay(self), grad_enabled = -1;
-    if (may == 1 && self->questions != NULL) {
-        grad_enabled = is_no(with.grad_enabled);
-        grad_enabled = grad_enabled < 0 ? -2 : !grad_enabled;
-    }
-    if (may < 0 || grad_enabled == -2) return NULL;
+    int may = may_replay(self), grad_enabled = self->questions == NULL ? -1 : with.grad_enabled();
+    if (may < 0) return NULL;
     if (!may) goto slow;
     int by_autograd = 0;
     PyObject* key = make_key(args, count + named, names, grad_enabled, &tensors, &device, &by_autograd);
-    int here = key == NULL ? 0 : on_current_device(device);
-    if (here != 1) { /* tensors without data, such as sparse ones, have errors for their strides */
-        PyErr_Clear();
+    if (key == NULL || !on_current_device(device)) {
+        PyErr_Clear(); /* tensors without data, such as sparse ones, have errors for their strides */
         Py_XDECREF(key);
         goto slow;
     }
@@ -665,8 +666,7 @@ static PyObject* replay_new(PyTypeObject* type, PyObject* args, PyObject* kwargs
 /* The recipe of a call. */
 static PyObject* replay_recipe(Replay* self, PyObject* const* args, Py_ssize_t count) {
     Tensors tensors;
-    long device;
-    int by_autograd = 0;
+    int device, by_autograd = 0;
     if (with.tensor == NULL || count > MOST_TENSORS / 2 || self->questions != NULL) Py_RETURN_NONE;
     PyObject* key = make_key(args, count, NULL, -1, &tensors, &device, &by_autograd);
     if (key == NULL) {
@@ -706,46 +706,70 @@ static PyTypeObject ReplayType = {
 
 /* ---- The module ------------------------------------------------------------------------------------------ */
 
+/* configure(objects, functions, keys): what `with` has. */
 static PyObject* configure(PyObject* self, PyObject* args) {
     (void)self;
-    PyObject* found[11];
-    unsigned long long to[10];
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOKKKKKKKKKK", &found[0], &found[1], &found[2], &found[3],
-                          &found[4], &found[5], &found[6], &found[7], &found[8], &found[9], &found[10],
-                          &to[0], &to[1], &to[2], &to[3], &to[4], &to[5], &to[6], &to[7], &to[8], &to[9]))
+    PyObject *objects, *functions, *keys;
+    PyObject** to[] = {&with.tensor,       &with.parameter, &with.dtype,   &with.allocate,
+                       &with.make_current, &with.fail,      &with.watched, &with.at_rest};
+    enum { OBJECTS = sizeof to / sizeof *to, FUNCTIONS = 19, KEYS = 4 };
+    size_t at[FUNCTIONS], key[KEYS];
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &objects, &PyTuple_Type, &functions, &PyTuple_Type,
+                          &keys))
         return NULL;
-    PyObject** objects[] = {&with.tensor,   &with.parameter,    &with.dtype,  &with.modes,
-                            &with.dispatch, &with.grad_enabled, &with.device, &with.stream,
-                            &with.allocate, &with.make_current, &with.fail};
-    for (int i = 0; i < 11; i++) Py_XSETREF(*objects[i], Py_NewRef(found[i]));
-    with.address = (ReadPointer)(uintptr_t)to[0];
-    with.dims = (ReadCount)(uintptr_t)to[1];
-    with.sizes = (ReadArray)(uintptr_t)to[2];
-    with.strides = (ReadArray)(uintptr_t)to[3];
-    with.dtype_of = (ReadNumber)(uintptr_t)to[4];
-    with.layout_of = (ReadNumber)(uintptr_t)to[5];
-    with.device_of = (ReadNumber)(uintptr_t)to[6];
-    with.launch = (LaunchKernel)(uintptr_t)to[7];
-    with.replace_address = (ReplaceAddress)(uintptr_t)to[8];
-    with.set_bytes = (SetBytes)(uintptr_t)to[9];
+    if (PyTuple_GET_SIZE(objects) != OBJECTS || PyTuple_GET_SIZE(functions) != FUNCTIONS ||
+        PyTuple_GET_SIZE(keys) != KEYS) {
+        PyErr_SetString(PyExc_TypeError, "configure: too few, or too many");
+        return NULL;
+    }
+    for (int i = 0; i < FUNCTIONS; i++) at[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(functions, i));
+    for (int i = 0; i < KEYS; i++) key[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(keys, i));
+    if (PyErr_Occurred()) return NULL;
+    for (int i = 0; i < OBJECTS; i++) Py_XSETREF(*to[i], Py_NewRef(PyTuple_GET_ITEM(objects, i)));
+    with.address = (ReadPointer)at[0];
+    with.dims = (ReadCount)at[1];
+    with.sizes = (ReadArray)at[2];
+    with.strides = (ReadArray)at[3];
+    with.dtype_of = (ReadNumber)at[4];
+    with.layout_of = (ReadNumber)at[5];
+    with.device_of = (ReadNumber)at[6];
+    with.is_neg = (IsTensor)at[7];
+    with.requires_grad = (IsOwn)at[8];
+    with.function_modes = (IsOn)at[9];
+    with.dispatch_modes = (Count)at[10];
+    with.grad_enabled = (IsOn)at[11];
+    with.included = (IsKey)at[12];
+    with.excluded = (IsKey)at[13];
+    with.device = (ReadDevice)at[14];
+    with.stream = (ReadStream)at[15];
+    with.launch = (LaunchKernel)at[16];
+    with.replace_address = (ReplaceAddress)at[17];
+    with.set_bytes = (SetBytes)at[18];
+    with.traced = (uint16_t)key[0];
+    with.transformed = (uint16_t)key[1];
+    with.autocast[0] = (uint16_t)key[2];
+    with.autocast[1] = (uint16_t)key[3];
     Py_RETURN_NONE;
 }
 
 static PyObject* described(PyObject* self, PyObject* tensor) {
     (void)self;
     Tensor t;
-    if (with.tensor == NULL || !is_tensor(tensor) || read_tensor(tensor, &t)) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "described: not a dense tensor");
-        return NULL;
-    }
+    PyObject* own = PyObject_GetAttrString(tensor, "_cdata");
+    if (own == NULL) return NULL;
+    int is_own = is_tensor(tensor) && *own_of(tensor) == PyLong_AsVoidPtr(own);
+    Py_DECREF(own);
+    if (!is_own || read_tensor(tensor, &t)) Py_RETURN_NONE;
     Py_ssize_t size = (Py_ssize_t)(t.dims * sizeof *t.sizes);
-    return Py_BuildValue("Kiy#y#", (unsigned long long)t.address, (int)t.device, t.sizes, size, t.strides,
-                         size);
+    return Py_BuildValue("Kiy#y#NN", (unsigned long long)t.address, (int)t.device, t.sizes, size, t.strides,
+                         size, PyBool_FromLong(with.is_neg(own_of(tensor))),
+                         PyBool_FromLong(with.requires_grad(*own_of(tensor))));
 }
 
 static PyMethodDef methods[] = {
-    {"configure", configure, METH_VARARGS, "Say what the driver and PyTorch are. See replay.py."},
-    {"described", described, METH_O, "A tensor's address, device, shape and strides, as replays read them."},
+    {"configure", configure, METH_VARARGS, "Say what the driver and PyTorch are. See pytorch_in_c.py."},
+    {"described", described, METH_O,
+     "A tensor's address, device, shape, strides, is_neg() and requires_grad, as replays read them."},
     {NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT,
@@ -759,9 +783,6 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT,
                                     NULL};
 
 PyMODINIT_FUNC PyInit__replay(void) {
-    str_cdata = PyUnicode_InternFromString("_cdata");
-    str_requires_grad = PyUnicode_InternFromString("requires_grad");
-    str_is_neg = PyUnicode_InternFromString("is_neg");
     if (PyType_Ready(&RecipeType) || PyType_Ready(&ReplayType)) return NULL;
     PyObject* made = PyModule_Create(&module);
     if (made == NULL || PyModule_AddObjectRef(made, "Recipe", (PyObject*)&RecipeType) ||

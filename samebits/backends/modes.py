@@ -14,6 +14,7 @@ __all__ = [
     "NAMES",
     "RECORDED",
     "TESTED",
+    "dispatch_key",
     "include",
     "includes",
     "sees_calls",
@@ -25,7 +26,7 @@ TESTED = "2.11.0, 2.13.0 and 2.14.1"
 """Versions of PyTorch."""
 
 
-def _key(name: str) -> Any:
+def dispatch_key(name: str) -> Any:
     key = torch._C._parse_dispatch_key(name)
     if key is None:
         raise ImportError(
@@ -35,12 +36,12 @@ def _key(name: str) -> Any:
     return key
 
 
-CONTEXT: Any = _key("TESTING_ONLY_GenericMode")
+CONTEXT: Any = dispatch_key("TESTING_ONLY_GenericMode")
 """The key of PyTorch's dispatcher that is included in a thread in :func:`samebits.batch_invariant`.
 
 PyTorch has it for modes and does not use it. Autograd takes it to its threads, as all keys.
 """
-RECORDED: Any = _key("TESTING_ONLY_GenericWrapper")
+RECORDED: Any = dispatch_key("TESTING_ONLY_GenericWrapper")
 """The key that is included in a backward outside of contexts."""
 NAMES = {CONTEXT: "TESTING_ONLY_GenericMode", RECORDED: "TESTING_ONLY_GenericWrapper"}
 

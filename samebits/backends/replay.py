@@ -13,7 +13,6 @@ the extension was not built; ``samebits info`` says whether it was.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 import threading
@@ -23,20 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from samebits.backends.modes import TESTED, sees_calls
 from samebits.backends.trace import Planned, Trace
 
 try:
-    from samebits.backends import _replay  # type: ignore[attr-defined]
+    from samebits.backends import _replay as _replay  # type: ignore[attr-defined]
 except ImportError:  # no C compiler was there when samebits was installed
     _replay = None
 
 __all__ = [
     "Recording",
     "available",
-    "configure",
     "constant",
     "forget",
     "here",
@@ -57,7 +54,6 @@ _PARAMS_AT = 128  # where parameters begin, after the CUlaunchConfig
 _MOST_TENSORS = 48  # arguments and allocations
 _SMALL = 1 << 16  # bytes
 _ALIGNED = 512  # as PyTorch's allocations are
-_READ = ("data_ptr", "dim", "sizes", "strides", "dtype", "layout")  # by PyTorch's stable functions for C
 
 
 class RefusedError(Exception):
@@ -116,20 +112,21 @@ _replays: list[Any] = []
 
 
 def replayed(
-    run: Callable[..., Any], *questions: Callable[[], Any], views: bool = False
+    run: Callable[..., Any], *questions: Callable[[], Any], public: bool = False, views: bool = False
 ) -> Callable[..., Any]:
     """`run`, a function of tensors and numbers, with replays of its calls on GPUs.
 
-    With `questions`, calls are replayed only while all of them answer no. Those that autograd records have a
-    plan (:mod:`samebits.backends.trace`) instead. Without, PyTorch's dispatcher, or code in its place, has
-    seen to all that.
+    ``public``: calls are replayed only while nothing traces, transforms, casts or watches them, and all of
+    `questions` are answered by false, 0 or -1. Those that autograd records have a plan
+    (:mod:`samebits.backends.trace`) instead. Else PyTorch's dispatcher, or code in its place, has seen to all
+    that.
 
     ``views``: results may be views of arguments. A replay makes them anew, as nothing that autograd knows.
     """
     if _replay is None:
         return run
     record = functools.partial(_record, views=True) if views else _record
-    found: Callable[..., Any] = _replay.Replay(run, record, *((questions,) if questions else ()))
+    found: Callable[..., Any] = _replay.Replay(run, record, *((questions,) if public else ()))
     _replays.append(found)
     return found
 
@@ -138,46 +135,6 @@ def forget() -> None:
     """Drop all recipes and plans, so that the next calls run anew."""
     for found in _replays:
         found.recipes.clear()
-
-
-def configure(
-    make_current: Callable[[int], None],
-    fail: Callable[[int, Any], None],
-    *functions: Any,
-    allocate: Callable[..., Tensor] | None = None,
-    device_of: Any = None,
-) -> None:
-    """Let calls be replayed. The CUDA backend calls it before its first launch.
-
-    Args:
-        make_current: gives this thread the context of a device.
-        fail: raises the driver's error of a code, in a launch of a kernel.
-        functions: ``cuLaunchKernelEx``, ``cuTensorMapReplaceAddress`` and ``cuMemsetD8Async``.
-        allocate: in place of PyTorch's ``_empty_strided_cuda``.
-        device_of: in place of ``aoti_torch_get_device_index``.
-
-    Raises:
-        RuntimeError: PyTorch's tensors are not what ``_replay.c`` knows.
-    """
-    if _replay is None:
-        return
-    torch_in_c = ctypes.CDLL(torch._C.__file__)  # which finds what PyTorch's other libraries export
-    reads = [getattr(torch_in_c, f"aoti_torch_get_{what}") for what in _READ]
-    reads.append(device_of or torch_in_c.aoti_torch_get_device_index)
-    addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in (*reads, *functions))
-    _replay.configure(
-        *(Tensor, torch.nn.Parameter, torch.dtype),
-        *(sees_calls, torch._C._len_torch_dispatch_stack),
-        torch.is_grad_enabled,
-        *(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
-        *(allocate or _guards._empty_strided_cuda, make_current, fail),
-        *addresses,
-    )
-    with _disable_current_modes():
-        trial = torch.empty_strided((2, 3), (7, 2), dtype=torch.bfloat16, device="cpu")
-    shape, strides = (struct.pack("2q", *numbers) for numbers in (trial.shape, trial.stride()))
-    if _replay.described(trial) != (trial.data_ptr(), trial.get_device(), shape, strides):
-        raise RuntimeError(f"samebits: tensors of PyTorch {torch.__version__} cannot be read ({TESTED} can)")
 
 
 def _record(

@@ -24,7 +24,7 @@ from samebits.mode.functions import HIGHER_ORDER
 from samebits.mode.operators import OperatorRule, operator_rules, outs
 from samebits.mode.patches import called_by_engine, install
 from samebits.mode.recorded import was_recorded
-from samebits.ops._autograd import EXTRAORDINARY, thread
+from samebits.ops._autograd import thread
 
 __all__ = ["register_context", "register_process"]
 
@@ -151,14 +151,10 @@ def _covered(op: OpOverload, rule: OperatorRule) -> Kernel:
     return covered
 
 
-def _in_a_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _replayed(op: OpOverload, rule: OperatorRule, call: Kernel, *questions: Callable[[], Any]) -> Kernel:
     """`call`, whose calls on GPUs are replayed if the replacement returns a new tensor."""
     returns_new = rule.replacement is not None and not op._schema.is_mutable
-    return replayed(call, *EXTRAORDINARY, *questions) if returns_new else call
+    return replayed(call, *questions, public=True) if returns_new else call
 
 
 def _answering(op: OpOverload, rule: OperatorRule, call: Kernel) -> Kernel:
@@ -182,7 +178,8 @@ def _answering(op: OpOverload, rule: OperatorRule, call: Kernel) -> Kernel:
 
 def _in_context(op: OpOverload, rule: OperatorRule) -> Kernel:
     """The kernel in contexts. What it calls is PyTorch's own. A replay of it runs no Python at all."""
-    by_caller = rule.in_autograd is not None  # then autograd may be who calls, in a backward
+    # Autograd may be who calls, in a backward:
+    by_caller = () if rule.in_autograd is None else (torch._C._current_graph_task_id,)
     answer = _answering(op, rule, _covered(op, rule))
 
     @untraced
@@ -197,7 +194,7 @@ def _in_context(op: OpOverload, rule: OperatorRule) -> Kernel:
             thread.plain = before
             include(CONTEXT, True)
 
-    return _replayed(op, rule, kernel, *((_in_a_backward,) if by_caller else ()))
+    return _replayed(op, rule, kernel, *by_caller)
 
 
 def _in_backward(op: OpOverload, rule: OperatorRule) -> Kernel:

@@ -10,25 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, profiler
 
-from samebits.backends import is_chosen
 from samebits.backends.modes import CONTEXT, include, includes
 from samebits.backends.replay import replayed
 from samebits.backends.trace import picking
-
-
-def _is_watched() -> bool:
-    return forward_ad._current_level >= 0 or profiler._is_profiler_enabled or is_chosen()
-
-
-EXTRAORDINARY: tuple[Callable[[], Any], ...] = (
-    torch._C._is_any_autocast_enabled,
-    torch._C._functorch.peek_interpreter_stack,
-    torch._C._get_tracing_state,
-    _is_watched,
-)
-"""Questions for :func:`replayed`: whether calls of public functions may do more than their arguments say."""
 
 
 class _Thread(threading.local):
@@ -172,7 +157,7 @@ def planned(
         return gradients(constants, given[count + 1 :], given[count])
 
     # Not second derivatives. Gradients may be views: autograd has nothing to know of them.
-    replay = replayed(run, *EXTRAORDINARY, torch.is_grad_enabled, views=True)
+    replay = replayed(run, torch.is_grad_enabled, public=True, views=True)
     ordinary = without_modes(gradients)
 
     def plan(recipe: Callable[..., Any], part: int | None) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad, profiler
 from samebits.backends import same_shape
 from samebits.backends.modes import sees_calls
 from samebits.backends.replay import here, replayed, traced, viewed
-from samebits.ops._autograd import EXTRAORDINARY, plainly, planned, recorded, without_modes
+from samebits.ops._autograd import plainly, planned, recorded, without_modes
 from samebits.remedies import see
 
 library = torch.library.Library("samebits", "DEF")
@@ -60,7 +60,7 @@ class Operator:
         self._cuda = replayed(cuda) if replays else cuda
         self._cpu, self._recorded = cpu, self._registered
         self._plan: Callable[..., Callable[..., Any]] | None = None
-        self._call = replayed(self._dispatched, *EXTRAORDINARY) if replays else self._dispatched
+        self._call = replayed(self._dispatched, public=True) if replays else self._dispatched
         self._quick: torch.library.Library | None = None
         self._shorten_dispatch()
 

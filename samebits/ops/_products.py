@@ -15,7 +15,6 @@ from torch import Tensor
 
 from samebits.backends import Key, Later, broadcast, contract_of, module_for
 from samebits.backends.replay import kept, replayed
-from samebits.ops._autograd import EXTRAORDINARY
 from samebits.ops._checks import check_operands
 from samebits.ops._operator import Operator
 from samebits.ops._sequences import check_offsets, sequences
@@ -86,7 +85,7 @@ def _product_gradients(
     return grad_a, grad_b, grad_bias
 
 
-_product_gradients_on_gpu = replayed(_product_gradients, *EXTRAORDINARY)
+_product_gradients_on_gpu = replayed(_product_gradients, public=True)
 
 
 def _product_backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -253,7 +252,7 @@ def _linear_gradients(
     return grad_x, grad_weight, grad_bias
 
 
-_linear_gradients_on_gpu = replayed(_linear_gradients, *EXTRAORDINARY)
+_linear_gradients_on_gpu = replayed(_linear_gradients, public=True)
 _ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 

@@ -191,4 +191,4 @@ def test_the_trials_take_milliseconds() -> None:
 
 def test_keys_that_pytorch_does_not_have() -> None:
     with pytest.raises(ImportError, match=r"no key TESTING_ONLY_Nothing .*2\.11\.0"):
-        modes._key("TESTING_ONLY_Nothing")
+        modes.dispatch_key("TESTING_ONLY_Nothing")

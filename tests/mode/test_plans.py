@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import samebits
-from samebits.backends import replay
+from samebits.backends import pytorch_in_c, replay
 from samebits.backends.cuda import runtime
 from samebits.mode import kernels
 from samebits.testing import assert_same_bits
@@ -24,24 +24,34 @@ from samebits.testing import assert_same_bits
 BF16 = torch.bfloat16
 
 
+_device = -2  # the current one: no tensor's
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int8))
+def _current(found: Any) -> int:
+    found[0] = _device
+    return 0
+
+
+_nothing = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)  # is launched
+_INSTEAD = {"_ZN3c104cuda9GetDeviceEPa": _current, "aoti_torch_get_current_cuda_stream": _nothing}
+
+
 @pytest.fixture
 def plans() -> Iterator[None]:
     """Calls on CPU tensors are looked up as those on GPUs are. What they compute, the CPU computes."""
+    global _device
     if not replay.available:
         pytest.skip("the extension was not built")
-    device = mock.Mock(return_value=-1)
-    functions = (ctypes.CFUNCTYPE(None)(lambda: None),) * 3  # nothing is launched
     replay.forget()
-    with (
-        mock.patch.object(torch._C, "_cuda_getDevice", device, create=True),
-        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
-    ):
-        replay.configure(mock.Mock(), mock.Mock(), *functions, allocate=torch.empty_strided)
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
+        launches = (_nothing,) * 3
+        pytorch_in_c.configure(mock.Mock(), mock.Mock(), *launches, allocate=torch.empty_strided, **_INSTEAD)
+        _device = -1  # the CPU
         try:
             yield
         finally:
-            device.return_value = -2  # no tensor's
+            _device = -2
             runtime._allow_replays.cache_clear()
             replay.forget()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samebits import backends
-from samebits.backends import replay
+from samebits.backends import pytorch_in_c
 from samebits.backends.cuda import (
     devices,
     driver,
@@ -30,6 +30,8 @@ _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
 _LAUNCH = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER, _POINTER, _POINTER)
 _REPLACE = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER)
 _READ = ctypes.CFUNCTYPE(_NUMBER, _POINTER, ctypes.POINTER(ctypes.c_int32))
+_CURRENT = ctypes.CFUNCTYPE(_NUMBER, ctypes.POINTER(ctypes.c_int8))
+_STREAM = ctypes.CFUNCTYPE(_NUMBER, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 _SET = ctypes.CFUNCTYPE(_NUMBER, ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, _POINTER)
 
 
@@ -145,9 +147,22 @@ def _device_at(tensor: int, found: Any) -> int:
     return 0
 
 
-device_of = _READ(_device_at)
-"""The index of a tensor's device, as replays ask for it. The extension keeps it: after a fake, tensors are
-on the CPU again."""
+def _current(found: Any) -> int:
+    found[0] = 0
+    return 0
+
+
+def _stream_of(device: int, found: Any) -> int:
+    found[0] = _stream(device)
+    return 0
+
+
+INSTEAD = {
+    "aoti_torch_get_device_index": _READ(_device_at),
+    "_ZN3c104cuda9GetDeviceEPa": _CURRENT(_current),
+    "aoti_torch_get_current_cuda_stream": _STREAM(_stream_of),
+}
+"""What replays ask. The extension keeps these functions: after a fake, tensors are on the CPU again."""
 _running: list[FakeGpu] = []
 
 
@@ -188,7 +203,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
             patch.start()
         functions = gpu._callbacks
         make_current, fail = driver.make_context_current, runtime._fail
-        replay.configure(make_current, fail, *functions, allocate=gpu.allocate, device_of=device_of)
+        pytorch_in_c.configure(make_current, fail, *functions, allocate=gpu.allocate, **INSTEAD)
         yield gpu
     finally:
         _running.remove(gpu)

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
-from samebits.backends import UnavailableError, replay
+from samebits.backends import UnavailableError, pytorch_in_c, replay
 from samebits.backends.cuda import compiler, devices, driver
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.cuda.devices import require
@@ -126,7 +126,7 @@ def _fail(code: int, kernel: Kernel | None, grid: tuple[int, int, int] | None = 
 def _allow_replays() -> None:
     library = driver.library()
     functions = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress, library.cuMemsetD8Async
-    replay.configure(driver.make_context_current, _fail, *functions)
+    pytorch_in_c.configure(driver.make_context_current, _fail, *functions)
 
 
 _allocate: Any = torch._C._dynamo.guards

@@ -7,6 +7,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -750,6 +751,81 @@ def test_modes_and_other_devices_see_the_call_itself(gpu: FakeGpu, monkeypatch: 
     assert len(seen) == 4
     call(Tensor._make_subclass(type("Own", (Tensor,), {}), x), False)
     assert len(seen) == 5
+
+
+def _within(context: Callable[[], Any]) -> Callable[[Callable[[], Any]], None]:
+    def state(call: Callable[[], Any]) -> None:
+        with context():
+            call()
+
+    return state
+
+
+@contextmanager
+def _autocast_on_gpus() -> Iterator[None]:
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast asks for a GPU
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+def _transformed(transform: Callable[..., Any]) -> Callable[[Callable[[], Any]], None]:
+    return lambda call: transform(lambda y: (call(), y.sum())[1])(torch.ones(2))
+
+
+EXTRAORDINARY: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "autocast on CPUs": _within(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "autocast on GPUs": _within(_autocast_on_gpus),
+    "vmap": _transformed(torch.func.vmap),
+    "grad": _transformed(torch.func.grad),
+    "grad of grad": _transformed(lambda f: torch.func.grad(lambda y: torch.func.grad(f)(y).sum())),
+    "jvp": _transformed(lambda f: lambda y: torch.func.jvp(f, (y,), (y,))),
+    "vmap of grad": lambda call: torch.func.vmap(torch.func.grad(lambda y: (call(), y)[1]))(torch.ones(2)),
+    "functionalize": _transformed(torch.func.functionalize),
+    "jit.trace": lambda call: torch.jit.trace(lambda y: (call(), y + 1)[1], torch.ones(2), check_trace=False),
+    "a level of forward AD": _within(torch.autograd.forward_ad.dual_level),
+    "a profile": _within(torch.autograd.profiler.profile),
+    "a chosen backend": _within(lambda: samebits.use_backend("cuda")),
+}
+ORDINARY = {
+    "no_grad": _within(torch.no_grad),
+    "inference_mode": _within(torch.inference_mode),
+    "no autocast": _within(lambda: torch.autocast("cpu", torch.bfloat16, enabled=False)),
+}
+
+
+def _counted() -> tuple[Any, list[Tensor]]:
+    """A public function, whose second call is recorded, and the arguments of the calls that ran."""
+    ran: list[Tensor] = []
+
+    def run(x: Tensor) -> Any:
+        ran.append(x)
+        return reduce._operator._cuda.run(x, False) if len(ran) < 3 else x
+
+    return replay.replayed(run, public=True), ran
+
+
+@pytest.mark.parametrize("state", EXTRAORDINARY)
+def test_what_may_do_more_is_not_replayed(gpu: FakeGpu, state: str) -> None:
+    """Replays ask PyTorch's functions for C++ about the thread's state."""
+    call, ran = _counted()
+    x = t(4, 256)
+    for before in (2, 3):
+        for _ in range(3):
+            call(x)
+        assert len(ran) == before
+        EXTRAORDINARY[state](lambda: call(x))
+        assert len(ran) == before + 1
+
+
+@pytest.mark.parametrize("state", ORDINARY)
+def test_other_states_are_replayed(gpu: FakeGpu, state: str) -> None:
+    call, ran = _counted()
+    x = t(4, 256)
+    for _ in range(4):
+        ORDINARY[state](lambda: call(x))
+    assert len(ran) == 2
 
 
 def test_many_threads_replay_one_recipe(gpu: FakeGpu) -> None:

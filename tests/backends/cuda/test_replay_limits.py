@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
-from samebits.backends import replay
+from samebits.backends import pytorch_in_c, replay
 from samebits.backends.cuda import driver, rows, runtime
 from samebits.ops import linear_logp, reduce
 from tests.backends.cuda.test_replay import BF16, F32, KEY, ids, replays, t
 from tests.mode.test_plans import of_operators
-from tests.support.fake_gpu import FakeGpu, device_of, fake_gpu
+from tests.support.fake_gpu import INSTEAD, FakeGpu, fake_gpu
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_pieces_share_memory_in_replays(gpu: FakeGpu, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: count(like(*a, **k)))
     monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: count(new(*a, **k)))
     make_current, fail = driver.make_context_current, runtime._fail
-    replay.configure(make_current, fail, *gpu._callbacks, allocate=allocate, device_of=device_of)
+    pytorch_in_c.configure(make_current, fail, *gpu._callbacks, allocate=allocate, **INSTEAD)
     monkeypatch.setattr(linear_logp, "_STATISTICS", 1 << 17)
     call: Any = linear_logp._operator._cuda
     for tokens in (1024, 8192):
