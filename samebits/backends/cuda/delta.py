@@ -6,7 +6,8 @@ channel, ``delta_prepare.cu`` computes what does not depend on a state of all ch
 
 For gradients the forward's kernels go through the chunks again, and keep a record of each of them. A kernel
 goes through them backwards, as each needs the gradient of the next one's matrix. With both in its record,
-every chunk's other gradients are computed by themselves.
+every chunk's other gradients are computed by themselves. Without the delta rule, with tensor cores,
+:mod:`samebits.backends.cuda.linear_attention` has gradients without records.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from samebits.backends.arch import SM_80
 from samebits.backends.cuda import compiler, linear_attention, matmul, runtime, ssd_steps
 from samebits.backends.cuda.delta_schedules import (
     FEW,
+    GRADIENT_SCORE_BYTES,
     STEP_KEYS,
     DeltaChunks,
     DeltaGradients,
     Linear,
+    LinearGradients,
     Schedule,
     Step,
     chains_memory,
     choose,
+    choose_linear_gradients,
     choose_of_gradients,
     choose_step,
-    of_scores,
     padded_size,
     prepared_memory,
     takes_chunks,
@@ -240,7 +243,7 @@ def _run(
     padded = padded_size(key_size)
     hardware_exp2, delta = _hardware_exp2(tensor_core, device), x.beta is not None
     few = tokens <= FEW * sequences
-    linear = _goes_by_chunks(x, tensor_core) and not (few and records is None)
+    linear = _goes_by_chunks(x, tensor_core) and (delta or records is None) and not (few and records is None)
     if schedule is None and tensor_core and closed is None and _is_step(x, q, k, state, out):
         schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, delta, device)
     if not isinstance(schedule, Step):
@@ -363,12 +366,21 @@ def _record_bytes(dtype: torch.dtype, key_size: int, size: int, by_channel: bool
     return 16 * lines + rights
 
 
+def sums_spec(dtype: torch.dtype, each: int) -> compiler.KernelSpec:
+    """The kernel of ``delta_sums_backward.cu``, whose threads have so many neighbours."""
+    constants = (("TYPE", TYPES[dtype]), ("WARPS", 8), ("EACH", each))
+    return compiler.KernelSpec("delta_sums_backward.cu", "delta_sums_backward", "3P2iq", constants, block=256)
+
+
+_sums_kernel = runtime.loader(sums_spec)
+
+
 def backward(
     x: Delta,
     state: Tensor | None,
     grad: Tensor,
     grad_closed: Tensor | None,
-    schedule: DeltaGradients | None = None,
+    schedule: DeltaGradients | LinearGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """See :mod:`samebits.backends.delta`."""
     _check_sequences(x)
@@ -390,57 +402,96 @@ def backward(
     dg, dbeta, dweights = (None if t is None else new(t.shape) for t in (x.g, x.beta, x.weights))
     dinitial = None if x.initial is None else torch.zeros(x.initial.shape, device=q.device)
     if sequences and heads:
-        if schedule is None:
-            of = dtype, padded, size, sequences * heads
-            schedule = choose_of_gradients(*of, tensor_core, x.by_channel, device)
-        names = ["matrices", "rows"]
-        if schedule.registers:
-            names.insert(0, "scores")
-        if schedule.staged and tensor_core:
-            names.insert(-1, "chains")
-        lacks = x.beta is None or not _goes_by_chunks(x, tensor_core)
-        kernels = {
-            which: _gradients_kernel(
-                *(device, which, schedule, dtype, padded, size),
-                tensor_core=tensor_core,
-                hardware_exp2=_hardware_exp2(tensor_core, device),
-                delta=x.beta is not None,
-                by_channel=x.by_channel,
-                weighted=x.weights is not None,
-                lacks=which == "chains" and lacks,
-            )
-            for which in names
-        }
-        places = _places(x)
-        records = torch.empty(
-            places * heads * _record_bytes(dtype, key_size, size, x.by_channel, x.weights is not None),
-            dtype=torch.uint8,
-            device=q.device,
-        )
-        prepared = _prepared(x, state, records, tensor_core=tensor_core) if x.by_channel else None
-        _run(x, state, None, None, records, None, prepared)
-        if schedule.registers:
-            each = of_scores(x.beta is not None, x.weights is not None)
-            prepared = runtime.empty((places * heads, each // 4), torch.float32, device)
-        own = layout("delta", heads, key_size, size, dtype, x.by_channel, x.weights is not None)
         closed = None if grad_closed is None else grad_closed.to(torch.float32).contiguous()
-        sums = [runtime.empty(q.shape, torch.float32, device) if group > 1 else None for _ in range(2)]
-        given = (
-            *map(address, (q, grad, x.beta, x.skip, state, closed, records)),
-            *map(address, (dv, dq, dk, *sums, dg, dbeta, dweights, dinitial, _spans(x))),
-            *(n for t in (q, grad) for n in t.stride()[:2]),
-            *((0, 0) if x.beta is None else x.beta.stride()),
-            own.words if state is None else state.stride(0),
-            *(key_size, size, heads, group, tokens, sequences),
-            x.scale,
-            address(prepared),
-        )
-        grids = {
-            "scores": (places, heads, 1),
-            "matrices": (-(-size // schedule.tile), heads, sequences),
-            "chains": (places * (-(-padded // 32) + CHUNK // 32), heads, 1),
-            "rows": (places, key_heads, 1),
-        }
-        for which, kernel in kernels.items():
-            kernel.launch(grids[which], *given)
+        rows = None if group == 1 else new((2, tokens, heads, key_size))
+        found = {"dv": dv, "dq": dq, "dk": dk, "rows": rows, "dg": dg, "dbeta": dbeta, "dweights": dweights}
+        found["dinitial"] = dinitial
+        if schedule is None:
+            schedule = _gradients_schedule(x, tensor_core)
+        if isinstance(schedule, LinearGradients):
+            operands = q, *map(_dense, (x.k, x.v))
+            hardware_exp2 = _hardware_exp2(tensor_core, device)
+            linear_attention.backward(x, operands, state, (grad, closed), found, schedule, hardware_exp2)
+        else:
+            _backward_by_records(x, q, state, (grad, closed), found, schedule, tensor_core)
+        if rows is not None and (count := q.numel()):
+            each = 4 if key_size % 4 == 0 else 1
+            grid = -(-count // (256 * each)), 2, 1
+            given = *map(address, (rows, dq, dk)), key_size, group, count
+            _sums_kernel(device, dtype, each).launch(grid, *given)
     return dq, dk, dv, dg, dbeta, dweights, dinitial
+
+
+def _gradients_schedule(x: Delta, tensor_core: bool) -> DeltaGradients | LinearGradients:
+    device, dtype, delta = x.q.get_device(), x.q.dtype, x.beta is not None
+    of = padded_size(x.q.shape[2]), x.v.shape[2], len(x.spans) * x.v.shape[1]
+    if tensor_core and not delta:
+        linear = choose_linear_gradients(*of, x.weights is not None, device)
+        if linear is not None:
+            return linear
+    return choose_of_gradients(dtype, *of, tensor_core, delta, x.by_channel, device)
+
+
+def _backward_by_records(
+    x: Delta,
+    q: Tensor,
+    state: Tensor | None,
+    grads: tuple[Tensor, Tensor | None],
+    found: dict[str, Tensor | None],
+    schedule: DeltaGradients,
+    tensor_core: bool,
+) -> None:
+    """All gradients of `found`; where heads share keys those of queries and keys for each head, as its "rows"."""
+    device, dtype, delta, weighted = q.get_device(), q.dtype, x.beta is not None, x.weights is not None
+    (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
+    sequences, group, padded = len(x.spans), heads // key_heads, padded_size(key_size)
+    names = ["matrices", "rows"]
+    if schedule.registers:
+        names.insert(0, "scores")
+    if schedule.staged and tensor_core:
+        names.insert(-1, "chains")
+    kernels = {
+        which: _gradients_kernel(
+            *(device, which, schedule, dtype, padded, size),
+            tensor_core=tensor_core,
+            hardware_exp2=_hardware_exp2(tensor_core, device),
+            delta=delta,
+            by_channel=x.by_channel,
+            weighted=weighted,
+            lacks=which == "chains" and not _goes_by_chunks(x, tensor_core),
+        )
+        for which in names
+    }
+    places = _places(x)
+    records = torch.empty(
+        places * heads * _record_bytes(dtype, key_size, size, x.by_channel, weighted),
+        dtype=torch.uint8,
+        device=q.device,
+    )
+    prepared = _prepared(x, state, records, tensor_core=tensor_core) if x.by_channel else None
+    _run(x, state, None, None, records, None, prepared)
+    if schedule.registers:
+        prepared = runtime.empty((places * heads, GRADIENT_SCORE_BYTES // 4), torch.float32, device)
+    own = layout("delta", heads, key_size, size, dtype, x.by_channel, weighted)
+    rows = found["rows"]
+    given = (
+        *map(address, (q, grads[0], x.beta, x.skip, state, grads[1], records)),
+        *(address(found[name]) for name in ("dv", "dq", "dk")),
+        *((0, 0) if rows is None else (rows[0].data_ptr(), rows[1].data_ptr())),
+        *(address(found[name]) for name in ("dg", "dbeta", "dweights", "dinitial")),
+        address(_spans(x)),
+        *(n for t in (q, grads[0]) for n in t.stride()[:2]),
+        *((0, 0) if x.beta is None else x.beta.stride()),
+        own.words if state is None else state.stride(0),
+        *(key_size, size, heads, group, tokens, sequences),
+        x.scale,
+        address(prepared),
+    )
+    grids = {
+        "scores": (places, heads, 1),
+        "matrices": (-(-size // schedule.tile), heads, sequences),
+        "chains": (places * (-(-padded // 32) + CHUNK // 32), heads, 1),
+        "rows": (places, heads, 1),
+    }
+    for which, kernel in kernels.items():
+        kernel.launch(grids[which], *given)

@@ -15,12 +15,14 @@ from samebits.backends.recurrent import CHUNK
 
 __all__ = [
     "FEW",
+    "GRADIENT_SCORE_BYTES",
     "SCORE_BYTES",
     "STEP_KEYS",
     "SYSTEM_BYTES",
     "DeltaChunks",
     "DeltaGradients",
     "Linear",
+    "LinearGradients",
     "LinearRows",
     "LinearStates",
     "Schedule",
@@ -29,13 +31,14 @@ __all__ = [
     "catalogue_of_chunks",
     "catalogue_of_gradients",
     "catalogue_of_linear",
+    "catalogue_of_linear_gradients",
     "catalogue_of_steps",
     "choose",
     "choose_chunks",
     "choose_linear",
+    "choose_linear_gradients",
     "choose_of_gradients",
     "choose_step",
-    "of_scores",
     "padded_size",
     "prepared_memory",
     "takes_chunks",
@@ -195,15 +198,26 @@ class LinearStates:
         warps: in a block: each has 16 columns of values.
         keys: channels of keys of a block, or all of them if there are fewer; a multiple of 16.
         stages: chunks in shared memory, at least 2.
+        split: warps that share their columns, and have as many channels each, where these are multiples of 16.
     """
 
     warps: int
     keys: int
     stages: int
+    split: int = 1
+
+    def of_keys(self, key_size: int) -> tuple[int, int]:
+        """Channels of a block, and warps that share columns."""
+        keys = min(self.keys, key_size)
+        return keys, self.split if keys % (16 * self.split) == 0 else 1
+
+    def columns(self, key_size: int) -> int:
+        """Of values, of a block."""
+        return 16 * self.warps // self.of_keys(key_size)[1]
 
     def memory(self, key_size: int, weighted: bool) -> int:
         """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types."""
-        stored = min(self.keys, key_size) + 16 * self.warps + 16
+        stored = self.of_keys(key_size)[0] + self.columns(key_size) + 16
         return self.stages * CHUNK * (2 * stored + 4 * (2 + weighted))
 
 
@@ -239,7 +253,7 @@ class Linear:
 
 def catalogue_of_linear() -> Iterator[Linear]:
     """Every schedule of each of the two kernels, for proofs."""
-    shapes = *itertools.product((4, 2), (64,), (2, 3, 4)), (8, 64, 3), (4, 128, 3), (2, 128, 3), (4, 32, 3)
+    shapes = *itertools.product((8, 4), (64,), (2, 3, 4), (2,)), (8, 64, 3), (4, 128, 3), (2, 128, 3), (4, 32, 3)
     tiles = ((128, 4), (128, 8), (64, 4), (32, 2), (16, 1))
     rows = [LinearRows(*tile, stages, 8) for stages, tile in itertools.product((1, 2), tiles)]
     for states, of_rows in zip(shapes, rows, strict=True):
@@ -249,13 +263,85 @@ def catalogue_of_linear() -> Iterator[Linear]:
 def choose_linear(key_size: int, size: int, blocks: int, weighted: bool, device: int) -> Linear:
     """The schedule for sequences times heads `blocks`."""
     info = devices.device_info(device)
-    states = [LinearStates(4 if size > 32 else 2, 64, stages) for stages in (4, 3, 2)]
+    states = [LinearStates(8 if size > 32 else 4, 64, stages, 2) for stages in (4, 3, 2)]
     rows = [LinearRows(*shape) for shape in ((128, 4, 1, 8), (64, 4, 1, 8), (32, 2, 1, 8), (16, 1, 1, 8))]
     fitting = (
         [s for s in states if s.memory(key_size, weighted) <= info.max_smem],
         [s for s in rows if s.tile < 2 * size and s.memory(key_size, weighted) <= info.max_smem] or rows[-1:],
     )
     return Linear(fitting[0][0], fitting[1][0])
+
+
+@dataclass(frozen=True, slots=True)
+class LinearGradients:
+    """How the kernels of gradients of linear attention compute.
+
+    Attributes:
+        states: how the forward's kernel goes through the chunks again.
+        keys: channels of keys of a block that goes through the chunks backwards, or all of them if there are
+            fewer; a multiple of 16.
+        stages: chunks in its shared memory, at least 2.
+        heads: that a block takes, at most, of those that share one of keys, for gradients of values.
+    """
+
+    states: LinearStates
+    keys: int
+    stages: int
+    heads: int
+
+    @staticmethod
+    def warps(which: str, size: int) -> int:
+        """Of a block of the kernel `which`: matrices (those with sums), values or rows."""
+        steps = padded_size(size) // 16
+        wanted = {"matrices": steps, "values": -(-steps // 2), "rows": 8}[which]
+        return min(8, 1 << (wanted - 1).bit_length())
+
+    def threads(self, which: str, key_size: int, size: int) -> int:
+        """Of a block. For matrices a lane of more warps has a channel."""
+        chains = -(-min(self.keys, key_size) // 32) if which == "matrices" else 0
+        return 32 * (self.warps(which, size) + chains)
+
+    def memory(self, which: str, key_size: int, size: int, weighted: bool) -> int:
+        """Bytes of shared memory of a block: ``struct Memory`` of each kernel, of 16-bit types."""
+        padded, keys = padded_size(size), min(self.keys, key_size)
+        rows, decays = 2 * CHUNK * (key_size + 8), 4 * CHUNK * (2 + weighted)
+        if which == "matrices":
+            floats = padded * (keys + 8)
+            copied = 2 * CHUNK * (keys + 8 + padded + 8) + 4 * (floats + CHUNK)
+            return self.stages * copied + 4 * (floats + CHUNK)
+        scores = 2 * CHUNK * (CHUNK + 8)
+        if which == "values":
+            warps = self.warps(which, size)
+            tile = -(-padded // (16 * warps)) * 16 * warps
+            shared = max(2 * tile * key_size, 4 * CHUNK * (tile + 4))
+            return 2 * rows + (1 + weighted) * 2 * CHUNK * (tile + 8) + scores + shared + decays
+        shared = max(2 * CHUNK * (padded + 8), 4 * CHUNK * (key_size + 4))
+        floats = 3 * CHUNK + key_size + 4
+        return 2 * rows + 2 * CHUNK * (padded + 8) + shared + scores + decays + 4 * floats
+
+    def most_memory(self, key_size: int, size: int, weighted: bool) -> int:
+        """That of the block which takes most."""
+        of_states = self.states.memory(key_size, weighted)
+        own = (self.memory(which, key_size, size, weighted) for which in ("matrices", "values", "rows"))
+        return max(of_states, *own)
+
+
+def catalogue_of_linear_gradients() -> Iterator[LinearGradients]:
+    """Every schedule, for proofs."""
+    for keys, stages in ((32, 2), (32, 3), (64, 2), (16, 2)):
+        yield LinearGradients(LinearStates(8, 64, stages, 2), keys, stages, 8)
+
+
+def choose_linear_gradients(
+    key_size: int, size: int, blocks: int, weighted: bool, device: int
+) -> LinearGradients | None:
+    """The schedule for sequences times heads `blocks`; None: this GPU has too little shared memory."""
+    info = devices.device_info(device)
+    states = choose_linear(key_size, size, blocks, weighted, device).states
+    alone = blocks * -(-key_size // 32) <= info.sm_count  # on a multiprocessor
+    wanted = [LinearGradients(states, *of, 8) for of in (*([(32, 3)] if alone else []), (32, 2), (16, 2))]
+    fitting = (s for s in wanted if s.most_memory(key_size, size, weighted) <= info.max_smem)
+    return next(fitting, None)
 
 
 CHUNK_KEYS = 128
@@ -324,10 +410,8 @@ REGISTER_KEYS = 128
 """The largest keys whose gradient of the matrix lies in registers."""
 
 
-def of_scores(delta: bool, weighted: bool = False) -> int:
-    """Bytes of ``struct Scores``."""
-    pairs, rows = CHUNK // 16 * (CHUNK // 16 - 1) // 2, 2 + 2 * delta + weighted
-    return 2 * CHUNK**2 + delta * (512 * pairs + 64 * CHUNK) + 4 * rows * CHUNK + 16
+GRADIENT_SCORE_BYTES = 2 * CHUNK**2 + 6 * 512 + 4 * (BLOCK + 4) * CHUNK + 16
+"""``struct Scores`` of ``include/delta_scores.cuh``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +420,8 @@ class DeltaGradients:
 
     Attributes:
         tile: columns of values that a block takes, which goes through the chunks.
-        staged: whether a block that computes a chunk's rows copies what it reads to shared memory.
+        staged: whether a block that computes a chunk's rows copies what it reads to shared memory: with tensor
+            cores for the delta rule alone.
         stages: whether it copies the keys and queries of the chunk before while it computes one: 2, else 1.
         registers: whether the gradient of the matrix lies in registers: with tensor cores, one decay for each
             head and keys up to 128. `tile` is then a multiple of 32, and `stages` are 2.
@@ -357,8 +442,10 @@ class DeltaGradients:
             return self.tile // 32 * 3 + (2 if self.tile == 64 else 4)  # up to 8, or up to 16, have registers
         return 8
 
-    def takes(self, key_size: int, tensor_core: bool, by_channel: bool) -> bool:
+    def takes(self, key_size: int, tensor_core: bool, delta: bool, by_channel: bool) -> bool:
         """Whether the kernels are there for such operands, if these fit into shared memory."""
+        if not delta:
+            return not (tensor_core and self.staged)
         return not self.registers or (tensor_core and not by_channel and key_size <= REGISTER_KEYS)
 
     def memory(
@@ -377,7 +464,7 @@ class DeltaGradients:
             floats += weights + CHUNK
         matrices = stored * bytes_ + 4 * floats
         if self.registers:
-            copied = 2 * CHUNK * (2 * keys + self.tile + 8) + of_scores(True)
+            copied = 2 * CHUNK * (2 * keys + self.tile + 8) + GRADIENT_SCORE_BYTES
             matrices = self.stages * copied + self.tile * (4 * (CHUNK + 4) + 2 * 2 * columns)
         if tensor_core and self.staged:
             shared = max(2 * CHUNK * values * bytes_, 4 * CHUNK * (key_size + 4))
@@ -411,6 +498,7 @@ def choose_of_gradients(
     size: int,
     blocks: int,
     tensor_core: bool,
+    delta: bool,
     by_channel: bool,
     device: int,
 ) -> DeltaGradients:
@@ -425,9 +513,9 @@ def choose_of_gradients(
     ]
     for schedule in of_registers:
         fits = max(schedule.memory(*operands)) <= info.max_smem
-        if fits and schedule.takes(key_size, tensor_core, by_channel):
+        if fits and schedule.takes(key_size, tensor_core, delta, by_channel):
             return schedule
-    staged = DeltaGradients(16, True, 1).memory(*operands)[1] <= info.max_smem
+    staged = (delta or not tensor_core) and DeltaGradients(16, True, 1).memory(*operands)[1] <= info.max_smem
     tiles = (64, 32, 16) if wide else (32, 16)
     for tile, stages in itertools.product(tiles, (2, 1) if tensor_core else (1,)):
         schedule = DeltaGradients(tile, staged, stages)

@@ -1,11 +1,13 @@
 """Linear attention by chunks on CUDA tensors: ``kernels/linear_*.cu``, and with the delta rule two others.
 
 Without the delta rule updates are values, so nothing but the matrix goes from chunk to chunk. Three launches:
-decays of all chunks, the matrix at each chunk's start, and then all results at once. What the first two leave
-is all that gradients need of a forward.
+decays of all chunks, the matrix at each chunk's start, and then all results at once. Gradients take the first
+two again. Then one goes through the chunks backwards, for the gradient of the matrix at each chunk's end, and
+all other gradients are computed at once.
 
 With it (``delta_begin.cu``, ``delta_chunks.cu``) there are two: what chunks need of keys, queries and decays,
-and then all else, from chunk to chunk.
+and then all else, from chunk to chunk, or with records what :mod:`samebits.backends.cuda.delta` needs for
+gradients.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from samebits.backends.cuda.delta_schedules import (
     SYSTEM_BYTES,
     DeltaChunks,
     Linear,
+    LinearGradients,
     LinearRows,
     LinearStates,
     choose_chunks,
@@ -38,6 +41,8 @@ _BEGINNING = 4
 """Warps of their blocks; in the first each has a head."""
 _PARAMS = "19P13q13if"
 """``struct Params`` of ``include/linear.cuh``."""
+_GRADIENTS = "12P2q"
+"""``struct Gradients``."""
 Part = DeltaChunks | LinearStates | LinearRows | str
 
 
@@ -67,7 +72,8 @@ def kernel_spec(
         more += (("STAGES", part.stages),)
         if isinstance(part, LinearStates):
             name = "linear_states"
-            more += (("KEY_TILE", min(part.keys, key_size)), ("KEEP", int(keep)))
+            keys, split = part.of_keys(key_size)
+            more += (("KEY_TILE", keys), ("SPLIT", split), ("GRADIENTS", int(keep)))
         elif isinstance(part, LinearRows):
             name = "linear_rows"
             more += (("TILE", part.tile),)
@@ -78,12 +84,86 @@ def kernel_spec(
         *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("WARPS", warps)),
         *(("HARDWARE_EXP2", int(hardware_exp2)), *more),
     )
+    params = _PARAMS + (_GRADIENTS if name == "linear_states" and keep else "")
     return compiler.KernelSpec(
-        *(f"{name}.cu", name, _PARAMS, constants), block=32 * (warps + helpers), smem=smem, oldest=SM_80
+        *(f"{name}.cu", name, params, constants), block=32 * (warps + helpers), smem=smem, oldest=SM_80
     )
 
 
 _kernel = runtime.loader(kernel_spec)
+
+
+def gradients_spec(
+    which: str,
+    schedule: LinearGradients,
+    dtype: torch.dtype,
+    key_size: int,
+    size: int,
+    *,
+    hardware_exp2: bool,
+    weighted: bool,
+) -> compiler.KernelSpec:
+    """The kernel of ``linear_WHICH_backward.cu``: `which` is matrices, values or rows."""
+    constants: tuple[tuple[str, int | str], ...] = (
+        *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("WARPS", schedule.warps(which, size))),
+        *(("HARDWARE_EXP2", int(hardware_exp2)), ("WEIGHTED", int(weighted)), ("GRADIENTS", 1)),
+        ("VALUE_SIZE", padded_size(size)),
+    )
+    if which == "matrices":
+        constants += (("KEY_TILE", min(schedule.keys, key_size)), ("STAGES", schedule.stages))
+    name = f"linear_{which}_backward"
+    return compiler.KernelSpec(
+        *(f"{name}.cu", name, _PARAMS + _GRADIENTS, constants),
+        block=schedule.threads(which, key_size, size),
+        smem=-(-schedule.memory(which, key_size, size, weighted) // 16) * 16,
+        oldest=SM_80,
+    )
+
+
+_gradients_kernel = runtime.loader(gradients_spec)
+
+
+def _tiles(states: LinearStates, key_size: int, size: int) -> int:
+    """Blocks of a head in a sequence."""
+    return -(-size // states.columns(key_size)) * -(-key_size // states.of_keys(key_size)[0])
+
+
+def _shared(most: int, group: int) -> int:
+    """Heads of a block, of those that share one of keys."""
+    return next(n for n in range(min(most, group), 0, -1) if group % n == 0)
+
+
+def _given(
+    x: Delta,
+    operands: tuple[Tensor, Tensor, Tensor],
+    state: Tensor | None,
+    own: dict[str, Tensor | None],
+    shared: int = 1,
+) -> tuple[int | float, ...]:
+    """``struct Params``, with those tensors of a call's `own` that are there."""
+    q, k, v = operands
+    device, dtype = q.get_device(), q.dtype
+    (tokens, heads, size), (_, key_heads, key_size) = v.shape, q.shape
+    sequences, weighted, out = len(x.spans), x.weights is not None, own.get("out")
+    if state is not None:
+        own["counts"] = runtime.empty((sequences,), torch.int32, device)
+        own["opened"] = runtime.empty((sequences, heads, CHUNK * (key_size + size)), dtype, device)
+    own["initial"] = None if x.initial is None else x.initial.contiguous()
+    spans = x.spans if x.spans.shape[1] else None
+    left = "counts", "opened", "decays", "matrices", "systems", "scores"
+    words = layout("delta", heads, key_size, size, dtype, weighted=weighted)
+    return (
+        *map(address, (q, k, v, x.g, x.beta, x.weights, x.skip, own["initial"])),
+        *map(address, (state, own.get("closed"), out, spans, own.get("records"))),
+        *(address(own.get(name)) for name in left),
+        *(n for t in (q, k, v) for n in t.stride()[:2]),
+        *(n for t in (x.g, x.beta, x.weights) for n in ((0, 0) if t is None else t.stride())),
+        words.words if state is None else state.stride(0),
+        *(words.offset(name) for name in ("matrix", "keys", "updates", "decays")),
+        words.offset("weights" if weighted else "decays"),
+        *(key_size, size, heads, heads // key_heads, tokens, sequences, shared),
+        *(out is not None and out.dtype != dtype, x.scale),
+    )
 
 
 def run(
@@ -100,62 +180,92 @@ def run(
 
     `operands` are q, k and v, dense along rows.
     """
-    q, k, v = operands
+    q, _, v = operands
     device, dtype = q.get_device(), q.dtype
     (tokens, heads, size), (_, key_heads, key_size) = v.shape, q.shape
-    sequences, group, padded = len(x.spans), heads // key_heads, padded_size(key_size)
+    sequences, padded = len(x.spans), padded_size(key_size)
     weighted, keep = x.weights is not None, records is not None
     if schedule is None:
         of = padded, size, sequences * heads
         schedule = (
             choose_linear(*of, weighted, device) if x.beta is None else choose_chunks(*of, keep, device)
         )
-    places = tokens // CHUNK + 2 * sequences
-    parts: list[Part]
-    shared = 1
+    places, shared = tokens // CHUNK + 2 * sequences, 1
+    own = {"out": out, "closed": closed, "records": records}
+    parts: tuple[Part, ...]
+
+    def leave(name: str, words: int, dtype: torch.dtype = torch.float32) -> None:
+        own[name] = runtime.empty((places, heads, words), dtype, device)
+
     if isinstance(schedule, DeltaChunks):
-        parts = [DELTA_BEGIN, schedule]
+        parts = DELTA_BEGIN, schedule
         grids = [(places, heads, 1), (-(-size // (16 * schedule.warps)), heads, sequences)]
+        leave("systems", SYSTEM_BYTES // 4)
+        if not keep:
+            leave("scores", SCORE_BYTES // 4)
     else:
         states, rows = schedule.states, schedule.rows
-        parts = [BEGIN, states, *([] if keep else [rows])]
-        shared = next(n for n in range(min(rows.heads, group), 0, -1) if group % n == 0)
-        tiles = -(-size // (16 * states.warps)) * -(-padded // min(states.keys, padded))
+        parts = BEGIN, states, rows
+        shared = _shared(rows.heads, heads // key_heads)
         grids = [
             (places, -(-heads // _BEGINNING), 1),
-            (tiles, heads, sequences),
+            (_tiles(states, padded, size), heads, sequences),
             (places, heads // shared, -(-size // rows.tile)),
         ]
+        leave("decays", (2 + weighted) * CHUNK)
+        leave("matrices", padded_size(size) * padded, dtype)
     options = {"hardware_exp2": hardware_exp2, "weighted": weighted, "keep": keep}
     runtime.announce((kernel_spec(part, dtype, padded, **options) for part in parts), device)
     kernels = [_kernel(device, part, dtype, padded, **options) for part in parts]
-
-    counts = opened = decays = matrices = systems = scores = None
-    if state is not None:
-        counts = runtime.empty((sequences,), torch.int32, device)
-        opened = runtime.empty((sequences, heads, CHUNK * (key_size + size)), dtype, device)
-    if x.beta is None:
-        decays = runtime.empty((places, heads, (2 + weighted) * CHUNK), torch.float32, device)
-        if not keep:
-            matrices = runtime.empty((places, heads, padded_size(size) * padded), dtype, device)
-    else:
-        systems = runtime.empty((places, heads, SYSTEM_BYTES // 4), torch.float32, device)
-        if not keep:
-            scores = runtime.empty((places, heads, SCORE_BYTES // 4), torch.int32, device)
-    initial = None if x.initial is None else x.initial.contiguous()
-    own = layout("delta", heads, key_size, size, dtype, weighted=weighted)
-    spans = x.spans if x.spans.shape[1] else None
-    given = (
-        *map(address, (q, k, v, x.g, x.beta, x.weights, x.skip, initial)),
-        *map(address, (state, closed, out, spans, records)),
-        *map(address, (counts, opened, decays, matrices, systems, scores)),
-        *(n for t in (q, k, v) for n in t.stride()[:2]),
-        *(n for t in (x.g, x.beta, x.weights) for n in ((0, 0) if t is None else t.stride())),
-        own.words if state is None else state.stride(0),
-        *(own.offset(name) for name in ("matrix", "keys", "updates", "decays")),
-        own.offset("weights" if weighted else "decays"),
-        *(key_size, size, heads, group, tokens, sequences, shared, out is not None and out.dtype != dtype),
-        x.scale,
-    )
-    for kernel, grid in zip(kernels, grids, strict=False):
+    given = _given(x, operands, state, own, shared)
+    for kernel, grid in zip(kernels, grids, strict=True):
         kernel.launch(grid, *given)
+
+
+def backward(
+    x: Delta,
+    operands: tuple[Tensor, Tensor, Tensor],
+    state: Tensor | None,
+    grads: tuple[Tensor, Tensor | None],
+    found: dict[str, Tensor | None],
+    schedule: LinearGradients,
+    hardware_exp2: bool,
+) -> None:
+    """Gradients without the delta rule, from `grads` of results and of the matrices after the last tokens.
+
+    `found` has dq, dk, dv, dg, dweights and dinitial, or None; and, where heads share keys, "rows", which
+    gets dq and dk of each head.
+    """
+    q, _, v = operands
+    device, dtype = q.get_device(), q.dtype
+    (tokens, heads, size), (_, key_heads, key_size) = v.shape, q.shape
+    sequences, padded, weighted = len(x.spans), padded_size(key_size), x.weights is not None
+    places, shared = tokens // CHUNK + 2 * sequences, _shared(schedule.heads, heads // key_heads)
+    options = {"hardware_exp2": hardware_exp2, "weighted": weighted}
+    begin = _kernel(device, BEGIN, dtype, padded, **options)
+    kernels = [_kernel(device, schedule.states, dtype, padded, **options, keep=True)]
+    for name in ("matrices", "values", "rows"):
+        kernels.append(_gradients_kernel(device, name, schedule, dtype, padded, size, **options))
+
+    def leave(*words: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return runtime.empty((places, heads, *words), dtype, device)
+
+    entries = padded_size(size) * padded
+    own: dict[str, Tensor | None] = {"decays": leave((2 + weighted) * CHUNK)}
+    own["matrices"], of_matrices = leave(entries, dtype=dtype), leave(entries, dtype=dtype)
+    starts, kept = (None if x.g is None else leave(n) for n in (entries, key_size))
+    given = _given(x, operands, state, own, shared)
+    more = (
+        *map(address, (*grads, starts, of_matrices, kept)),
+        *(address(found[name]) for name in ("rows", "dq", "dk", "dv", "dg", "dweights", "dinitial")),
+        *grads[0].stride()[:2],
+    )
+    grids = (
+        (_tiles(schedule.states, padded, size), heads, sequences),
+        (-(-padded // min(schedule.keys, padded)), heads, sequences),
+        (places, heads // shared, 1),
+        (places, heads, 1),
+    )
+    begin.launch((places, -(-heads // _BEGINNING), 1), *given)
+    for kernel, grid in zip(kernels, grids, strict=True):
+        kernel.launch(grid, *given, *more)

@@ -46,16 +46,31 @@ FORMS = [
 GRADIENTS = [schedules.DeltaGradients(16, True, 2), schedules.DeltaGradients(32, False, 1)]
 OF_GRADIENTS = [
     *zip(FORMS, GRADIENTS * 4, strict=True),
-    *((FORMS[i], GRADIENTS[0]) for i in (1, 3, 5, 7)),
+    (FORMS[3], GRADIENTS[0]),
+    ((torch.float16, True, "weighted", True, 1, 2, 20, 17), schedules.DeltaGradients(32, False, 2)),
     # some warps have no channels
     ((torch.bfloat16, True, True, True, 1, 2, 80, 40), GRADIENTS[0]),
     ((torch.float16, True, True, "channels", 1, 2, 69, 17), GRADIENTS[0]),
     # the forward's kernel of window after window
     ((torch.bfloat16, True, True, True, 1, 1, 144, 24), GRADIENTS[0]),
     # the gradient of the matrix in registers: a tile that is not full, or several; odd sizes
-    *((FORMS[i], schedules.DeltaGradients(32, True, 2, True)) for i in (0, 1, 5, 7)),
+    (FORMS[0], schedules.DeltaGradients(32, True, 2, True)),
     ((torch.float16, True, True, True, 1, 2, 20, 17), schedules.DeltaGradients(32, True, 2, True)),
     ((torch.bfloat16, True, True, True, 2, 2, 48, 72), schedules.DeltaGradients(64, True, 2, True)),
+]
+STATES = schedules.LinearStates(2, 32, 3)
+OF_LINEAR_GRADIENTS = [
+    # tiles of keys, the last not full; heads that share keys; odd sizes; several strips of columns of a warp
+    ((torch.bfloat16, True, False, True, 1, 2, 48, 40), schedules.LinearGradients(STATES, 32, 2, 2)),
+    ((torch.bfloat16, True, False, False, 1, 4, 32, 16), schedules.LinearGradients(STATES, 16, 3, 1)),
+    (
+        (torch.float16, True, False, True, 1, 1, 20, 17),
+        schedules.LinearGradients(schedules.LinearStates(4, 32, 2, 2), 32, 2, 8),
+    ),
+    ((torch.bfloat16, True, "weighted", True, 2, 6, 80, 72), schedules.LinearGradients(STATES, 64, 2, 8)),
+    ((torch.float16, True, "weighted", True, 1, 3, 20, 17), schedules.LinearGradients(STATES, 16, 2, 8)),
+    ((torch.bfloat16, True, "weighted", True, 1, 2, 21, 144), schedules.LinearGradients(STATES, 32, 2, 8)),
+    ((torch.bfloat16, True, "weighted", True, 1, 1, 144, 24), schedules.LinearGradients(STATES, 32, 3, 8)),
 ]
 SCHEDULES = [schedules.Schedule(16, 16, 4, 1), schedules.Schedule(32, 64, 8, 2)]
 LINEAR_FORMS = [
@@ -69,7 +84,7 @@ LINEAR_FORMS = [
 LINEAR = [  # a schedule for each
     schedules.Linear(schedules.LinearStates(2, 32, 3), schedules.LinearRows(32, 2, 1, 8)),
     schedules.Linear(schedules.LinearStates(1, 64, 2), schedules.LinearRows(32, 1, 2, 4)),
-    schedules.Linear(schedules.LinearStates(4, 16, 4), schedules.LinearRows(64, 2, 2, 1)),
+    schedules.Linear(schedules.LinearStates(4, 32, 4, 2), schedules.LinearRows(64, 2, 2, 1)),
     schedules.Linear(schedules.LinearStates(2, 32, 2), schedules.LinearRows(32, 1, 2, 8)),
     schedules.Linear(schedules.LinearStates(1, 16, 3), schedules.LinearRows(16, 1, 1, 8)),
 ]
@@ -258,6 +273,7 @@ def test_sequences_of_one_length(
 ) -> None:
     """They need no spans, forward and backward."""
     monkeypatch.setattr(kernels, "choose", lambda *_: schedule)
+    of_gradients = OF_LINEAR_GRADIENTS[0][1] if isinstance(schedule, schedules.Linear) else GRADIENTS[0]
     x = operands(form)
     tokens = torch.cat([torch.arange(begin, begin + 66) for begin in (2, 77)])
     q, k, v, g, beta = (None if t is None else t[tokens] for t in (x.q, x.k, x.v, x.g, x.beta))
@@ -269,7 +285,7 @@ def test_sequences_of_one_length(
     kernels.forward(x, None, got, None, schedule)
     assert_same_bits(got, want)
     for a, b in zip(
-        kernels.backward(x, None, want, None, GRADIENTS[0]),
+        kernels.backward(x, None, want, None, of_gradients),
         reference.backward(told, None, want, None),
         strict=True,
     ):
@@ -301,12 +317,15 @@ def test_forward_where_all_decays(
     assert_same_bits(last_found, last)
 
 
-@pytest.mark.parametrize(("form", "schedule"), OF_GRADIENTS, ids=str)
+@pytest.mark.parametrize(("form", "schedule"), OF_GRADIENTS + OF_LINEAR_GRADIENTS, ids=str)
 def test_backward(
-    form: tuple[object, ...], schedule: schedules.DeltaGradients, monkeypatch: pytest.MonkeyPatch
+    form: tuple[object, ...],
+    schedule: schedules.DeltaGradients | schedules.LinearGradients,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From matrices, and from where a state goes on."""
-    monkeypatch.setattr(kernels, "choose", lambda *_: SCHEDULES[schedule.staged])
+    staged = isinstance(schedule, schedules.DeltaGradients) and schedule.staged
+    monkeypatch.setattr(kernels, "choose", lambda *_: SCHEDULES[staged])
     for x, state, grad, of_closed in gradients_of(operands(form)):
         want = reference.backward(x, state, grad, of_closed)
         got = kernels.backward(x, state, grad, of_closed, schedule)

@@ -1,13 +1,13 @@
-// Gradients of delta rules and linear attention, of a chunk's rows: sums of products along rows of its record, in order.
+// Gradients of delta rules, of a chunk's rows: sums of products along rows of its record, in order.
 //
-// docs/contract.md, "Recurrent layers", has the sums: gradients of betas or weights; and of the last row's decays, what the
+// docs/contract.md, "Recurrent layers", has the sums: gradients of betas; and of the last row's decays, what the
 // next matrix has of this one, which delta_rows_backward.cu adds to the others. A block is a warp, and takes 32 rows of
 // two arrays: a lane has a row. All it does is wait for memory, so some of them share a multiprocessor.
 //
 // It also leaves both matrices rounded, in the order in which a warp's registers have them as right operands, if what
 // computed them has not done so.
 //
-// Macros: TYPE, TENSOR_CORE, KEY_SIZE, WARPS, HARDWARE_EXP2, DELTA, BY_CHANNEL and WEIGHTED are those of delta.cu.
+// Macros: TYPE, TENSOR_CORE, KEY_SIZE, WARPS, HARDWARE_EXP2, BY_CHANNEL and WEIGHTED are those of delta.cu.
 //   VALUE_SIZE  of v, up to a multiple of 16
 //   RIGHTS      which matrices are missing: 1: those at chunks' starts; 2: gradients; 3: both; or 0
 
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool of_keys = part < OF_KEYS;
     const int row0 = (of_keys ? part : part - OF_KEYS) * ROWS, mine = row0 + lane;
     const int first = of_keys ? 0 : span.before, last = of_keys ? p.key_size : span.count;
-    if (row0 >= last || !(of_keys || DELTA || WEIGHTED)) return;
+    if (row0 >= last) return;
     const int rows = min(last - row0, ROWS);
     const float* x = (of_keys ? record.matrix : record.of_updates) + i64(row0) * p.size;
     const float* y = (of_keys ? record.of_matrix : record.z) + i64(row0) * p.size;
@@ -136,5 +136,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (of_keys)
         record.kept[mine] = sum;
     else
-        (WEIGHTED ? p.dweights : p.dbeta)[(span.token + mine) * p.heads + head] = contract::canonical(sum);
+        p.dbeta[(span.token + mine) * p.heads + head] = contract::canonical(sum);
 }

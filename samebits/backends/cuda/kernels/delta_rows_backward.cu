@@ -1,8 +1,8 @@
 // Gradients of delta rules and linear attention, of a chunk's rows: of queries, keys, decays and betas.
 //
-// docs/contract.md, "Recurrent layers", has the sums. A block takes the heads that share one of keys, in one chunk, one
-// after the other. Their records have all that the passes over the sequence found: see delta_matrices_backward.cu. So
-// blocks need nothing of each other.
+// docs/contract.md, "Recurrent layers", has the sums. A block takes one head in one chunk. Its record has all that the
+// passes over the sequence found: see delta_matrices_backward.cu. So blocks need nothing of each other. Where heads share
+// one of keys, delta_sums_backward.cu adds their gradients of that.
 //
 // Macros: TYPE, TENSOR_CORE, KEY_SIZE, WARPS, HARDWARE_EXP2, DELTA, BY_CHANNEL and WEIGHTED are those of delta.cu.
 //   VALUE_SIZE  of v, up to a multiple of 16
@@ -70,7 +70,6 @@ __device__ __forceinline__ void stage(Stored* to, const Given<T>& given) {
         to[x / WIDTH * STEP + x % WIDTH] = E::narrow(given(x / WIDTH, x % WIDTH));
 }
 
-// Of one of the heads that share `key_head`.
 __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& span, int place, int head) {
     const int count = span.count, before = span.before;
     const Record record(p.records, i64(place) * p.heads + head, p.key_size, p.size);
@@ -199,14 +198,12 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         t.each([&](int i, int d, float& c) { m.rows[i * LINE + d] = c; });
     });
     __syncthreads();
-    // Sums over heads, in order, by one thread for each element.
     const auto store = [&](Stored* to, float* sums, int i, int d, float x) {
-        const i64 at = ((span.token + i) * (p.heads / p.group) + head / p.group) * p.key_size + d;
-        if (head % p.group) x = __fadd_rn(sums[at], x);
-        if (head % p.group == p.group - 1)
-            to[at] = E::narrow(contract::canonical(x));
-        else
+        const i64 at = ((span.token + i) * p.heads + head) * p.key_size + d;
+        if (sums)
             sums[at] = x;
+        else
+            to[at] = E::narrow(contract::canonical(x));
     };
     for (int x = threadIdx.x; x < count * p.key_size; x += THREADS) {
         const int i = x / p.key_size, d = x % p.key_size;
@@ -362,14 +359,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     delta_rows_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
-    const int place = blockIdx.x, first_head = blockIdx.y * p.group;
-
-    const int sequence = sequence_of(p, place);
+    const int place = blockIdx.x, sequence = sequence_of(p, place);
     const int chunk = place - first_chunk(Tokens(p.spans, sequence, p.sequences, p.tokens).begin, sequence);
     if (chunk < 0 || chunk >= Span(p, sequence, 0).chunks) return;
-    const Span span(p, sequence, chunk);
-    for (int head = first_head; head < first_head + p.group; ++head) {
-        of_head(p, m, span, place, head);
-        __syncthreads();
-    }
+    of_head(p, m, Span(p, sequence, chunk), place, blockIdx.y);
 }

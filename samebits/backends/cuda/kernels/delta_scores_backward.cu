@@ -1,8 +1,8 @@
-// Gradients of delta rules and linear attention, before the pass over the chunks: scores and decays of all of them.
+// Gradients of the delta rule, before the pass over the chunks: scores and decays of all of them.
 //
 // docs/contract.md, "Recurrent layers", has the sums. A block takes one head's chunk, and a warp 16 keys of it.
 //
-// Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2, DELTA and WEIGHTED are those of delta.cu; tensor cores, no BY_CHANNEL.
+// Macros: TYPE, KEY_SIZE, WARPS, and HARDWARE_EXP2 are those of delta.cu; tensor cores, the delta rule, no BY_CHANNEL.
 
 #include "delta_scores.cuh"
 
@@ -68,14 +68,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         m.decays[i] = decay;
         to.since[i] = i < count ? __fmul_rn(since, p.scale) : 0.0f;
         to.left[i] = i < count ? exp2_of(__fsub_rn(last, decay)) : 0.0f;
-#if DELTA
         const bool given = i < count && i >= span.before;
         to.betas[i] = given ? p.beta[(span.token + i) * p.beta_token + head * p.beta_head] : 0.0f;
         to.read[i] = i < count ? -since : 0.0f;
-#endif
-#if WEIGHTED
-        to.row_weights[i] = i < count ? record.weights[i] : 0.0f;
-#endif
     }
     if (threadIdx.x == 0) to.kept = exp2_of(last);
     cp_async_wait<0>();
@@ -87,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         u32 keys[4];
         ldmatrix_x4<false>(keys, by_rows(m.keys + block * 16 * KEYS + d, KEYS));
         of_queries.add(keys, m.queries + d, block);
-        if constexpr (DELTA) of_keys.add(keys, m.keys + d, block);
+        of_keys.add(keys, m.keys + d, block);
     }
     const auto decayed = [&](int j, int i, float c) {
         return __fmul_rn(c, exp2_of(__fsub_rn(m.decays[i], m.decays[j])));
@@ -99,13 +94,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             c = i < count ? __fmul_rn(y, p.scale) : 0.0f;
         });
         to.scores[n][block][lane] = of_queries.packed(n);
-#if DELTA
         if (n < block) continue;
         of_keys.each(n, block, [&](int j, int i, float& c) {
             c = -(j < i && i < count ? decayed(j, i, c) : 0.0f);
             if (n == block) to.own[n][i % 16][j % 16] = c;
         });
         if (n > block) to.weights[Scores::below(n, block)][lane] = of_keys.packed(n);
-#endif
     }
 }

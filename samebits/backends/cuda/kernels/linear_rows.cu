@@ -49,9 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(const __gri
         load_whole(m.decays[stage], p.decays[index]);
     };
     const int key_head = first_head / p.group;
-    if (first) copy_rows<KEYS, KEY_SIZE>(m.queries, p.q, 0, 0, first, 0, 0);  // zeros
-    copy_rows<KEYS, KEY_SIZE>(m.queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, first,
-                              CHUNK, count, p.key_size);
+    load_given<KEYS, KEY_SIZE>(m.queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, first, count,
+                               p.key_size);
     load_rows<KEYS, KEY_SIZE>(m.keys, opened_keys(p, sequence, first_head), p.key_size,
                               p.k + key_head * p.k_head + token * p.k_token, p.k_token, first, count,
                               p.key_size);
@@ -187,19 +186,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(const __gri
             E::store_pair(values + i * VALUES + e, y[0], y[1]);
         }
         __syncwarp();
-        Stored* out = p.out + at;
-        const bool whole = (reinterpret_cast<u64>(p.out) | u64(p.size) * SIZE) % 16 == 0;
-#pragma unroll 4
-        for (int x = lane; whole && !p.wide && x < CHUNK * WIDE * 2; x += 32) {
-            const int i = x / (WIDE * 2), e = x % (WIDE * 2) * 8;
-            if (i >= first && i < count && column + e < p.size)
-                *reinterpret_cast<uint4*>(out + i * line + e) =
-                    *reinterpret_cast<const uint4*>(values + i * VALUES + e);
-        }
-        for (int x = lane; !whole && !p.wide && x < CHUNK * WIDE * 16; x += 32) {
-            const int i = x / (WIDE * 16), e = x % (WIDE * 16);
-            if (i >= first && i < count && column + e < p.size) out[i * line + e] = values[i * VALUES + e];
-        }
+        if (!p.wide)
+            store_columns<WIDE, VALUES>(p.out + at, line, values, first, count, p.size - column);
         __syncthreads();
         if (n + STAGES < p.shared) load(n + STAGES);
         cp_async_commit();

@@ -1,16 +1,18 @@
 // Linear attention without the delta rule, the second of three launches: the matrix at each chunk's start.
 //
-// docs/contract.md, "Recurrent layers", has the sums. Nothing but this is in a row. A block takes 16 columns of values for
-// each of its warps, and KEY_TILE channels of keys, of one head in one sequence. It holds the matrix, transposed, in
-// registers, and goes through the chunks in order, of which STAGES - 1 are on their way to shared memory.
+// docs/contract.md, "Recurrent layers", has the sums. Nothing but this is in a row. A block takes KEY_TILE channels of keys
+// and 16 columns of values for each of WARPS / SPLIT warps, of one head in one sequence. It holds the matrix, transposed,
+// in registers, and goes through the chunks in order, of which STAGES - 1 are on their way to shared memory.
 //
-// Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2, WEIGHTED and KEEP are those of delta.cu.
-//   KEY_TILE  channels of a block, a multiple of 16
-//   STAGES    chunks in shared memory
+// Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and WEIGHTED are those of delta.cu.
+//   KEY_TILE   channels of a block, a multiple of 16 * SPLIT
+//   SPLIT      warps that share columns: each has as many channels
+//   STAGES     chunks in shared memory
+//   GRADIENTS  1: for a backward, which reads the matrices in float32, too; a state stays as it is
 
 #include "linear_part.cuh"
 
-constexpr int TILE = 16 * WARPS, WIDE = KEY_TILE / 16;
+constexpr int STRIPS = WARPS / SPLIT, TILE = 16 * STRIPS, WIDE = KEY_TILE / 16 / SPLIT;
 constexpr int KEY_STEPS = KEY_SIZE / 16, KEY_TILES = (KEY_SIZE + KEY_TILE - 1) / KEY_TILE;
 constexpr int LINE = KEY_TILE + PAD, VALUES = TILE + PAD;  // of rows in shared memory, in elements
 
@@ -19,37 +21,17 @@ struct Memory {
     Decays decays[STAGES];
 };
 
-// Carries a warp's part of the matrix on, to the chunk's end.
-__device__ __forceinline__ void close(Part<WIDE>& part, const Stored* keys, const Stored* values,
-                                      const Decays& decays) {
-    const float kept = exp2_of(decays.sums[CHUNK - 1]);
-    part.each([&](int, int, float& s) { s = __fmul_rn(s, kept); });
-#pragma unroll
-    for (int j = 0; j < CHUNK; j += 16) {
-        u32 updates[4];
-        ldmatrix_x4<true>(updates, by_columns(values + j * VALUES, VALUES));
-        scale_pairs(updates, decays.left + j);
-#pragma unroll
-        for (int x = 0; x < WIDE; ++x) {
-            u32 right[4];
-            ldmatrix_x4<true>(right, by_rows(keys + j * LINE + x * 16, LINE));
-            mma_m16n8k16<TYPE == BF16>(part.c[x][0], updates, right);
-            mma_m16n8k16<TYPE == BF16>(part.c[x][1], updates, right + 2);
-        }
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_states(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
     const int warp = threadIdx.x / 32, head = blockIdx.y, sequence = blockIdx.z;
     const int first_key = blockIdx.x % KEY_TILES * KEY_TILE, first_column = blockIdx.x / KEY_TILES * TILE;
     const Chunks mine(p, sequence, rows_before(p, sequence));
-    const int chunks = mine.number(), full = mine.before / CHUNK;  // which records leave out
+    const int chunks = mine.number();
     const int value_steps = (p.size + 15) / 16;
     const i64 place = first_chunk(mine.begin, sequence), own = i64(head) * p.key_size * p.size;
     float* state = p.state ? p.state + sequence * p.words : nullptr;
-    const bool updates_state = state && !KEEP && mine.rows > mine.before;
+    const bool updates_state = state && !GRADIENTS && mine.rows > mine.before;
 
     const Stored* k = p.k + head / p.group * p.k_head + first_key;
     const Stored* v = p.v + head * p.v_head + first_column;
@@ -64,50 +46,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_states(const __g
     };
 
     Part<WIDE> part;
-    part.first_key = first_key, part.first_column = first_column + warp * 16;
+    const int own_key = warp / STRIPS * WIDE * 16, own_column = warp % STRIPS * 16;
+    part.first_key = first_key + own_key, part.first_column = first_column + own_column;
     const i64 of_sequence = sequence * i64(p.heads) * p.key_size * p.size + own;
     part.read(p, state ? state + p.matrix + own : p.initial ? p.initial + of_sequence : nullptr);
 
-    const int loads = KEEP || p.closed ? chunks : chunks - 1;
+    const int loads = p.closed ? chunks : chunks - 1;
     for (int chunk = 0; chunk < STAGES - 1; ++chunk) {
         if (chunk < loads) load(chunk);
         cp_async_commit();
     }
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const int stage = chunk % STAGES;
-#if KEEP
-        const Record record(p.records, (place + chunk - full) * p.heads + head, p.key_size, p.size);
-        if (chunk >= full) part.write(p, record.matrix, false);
-#else
-        if (part.first_column < p.size)
-            part.write_rounded(p.matrices +
-                               (((place + chunk) * p.heads + head) * value_steps + part.first_column / 16) *
-                                   KEY_STEPS * 32);
-        if (updates_state && chunk && chunk == chunks - 1) part.write(p, state + p.matrix + own, false);
+        const i64 index = (place + chunk) * p.heads + head;
+        part.write_rounded(p, p.matrices + index * value_steps * KEY_STEPS * 32);
+#if GRADIENTS
+        if (p.of.starts) part.write_turned(p, p.of.starts + index * value_steps * KEY_SIZE * 16);
 #endif
+        if (updates_state && chunk && chunk == chunks - 1) part.write(p, state + p.matrix + own, false);
         if (chunk >= loads) break;
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         if (chunk + STAGES - 1 < loads) load(chunk + STAGES - 1);
         cp_async_commit();
-#if KEEP
-        const int count = chunk >= full ? mine.count(chunk) : 0;
-        for (int x = threadIdx.x; first_key == 0 && x < count * TILE; x += THREADS) {
-            const int i = x / TILE, e = first_column + x % TILE;
-            if (e >= p.size) continue;
-            const Stored update = m.values[stage][i * VALUES + x % TILE];
-            record.updates[i * p.size + e] = update;
-#if WEIGHTED
-            record.z[i * p.size + e] = E::widen(update);
-#endif
-        }
-        for (int x = threadIdx.x; first_column == 0 && x < count * KEY_TILE; x += THREADS) {
-            const int i = x / KEY_TILE, d = first_key + x % KEY_TILE;
-            if (d < p.key_size) record.keys[i * p.key_size + d] = m.keys[stage][i * LINE + x % KEY_TILE];
-        }
-#endif
-        if (chunk < chunks - 1 || p.closed)
-            close(part, m.keys[stage], m.values[stage] + warp * 16, m.decays[stage]);
+        const Decays& decays = m.decays[stage];
+        part.scale(exp2_of(decays.sums[CHUNK - 1]));
+        part.add<LINE, VALUES>(m.keys[stage] + own_key, m.values[stage] + own_column, decays.left, CHUNK);
     }
     if (p.closed) part.write(p, p.closed + of_sequence, true);
     if (!updates_state) return;

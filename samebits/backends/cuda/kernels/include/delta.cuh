@@ -135,6 +135,27 @@ __device__ __forceinline__ u32 by_columns(const Stored* from, int line) {
 }
 
 #if TENSOR_CORE
+// A chain of FMA over x and y, from `sum`. Both lie in shared memory, at multiples of 16 bytes.
+__device__ __forceinline__ float chain(const Stored* x, const float* y, int size, float sum) {
+    int d = 0;
+#pragma unroll 4
+    for (; d + 8 <= size; d += 8) {
+        const uint4 a = *reinterpret_cast<const uint4*>(x + d);
+        const float4 b[2] = {*reinterpret_cast<const float4*>(y + d),
+                             *reinterpret_cast<const float4*>(y + d + 4)};
+        sum = __fmaf_rn(E::widen(u16(a.x)), b[0].x, sum);
+        sum = __fmaf_rn(E::widen(u16(a.x >> 16)), b[0].y, sum);
+        sum = __fmaf_rn(E::widen(u16(a.y)), b[0].z, sum);
+        sum = __fmaf_rn(E::widen(u16(a.y >> 16)), b[0].w, sum);
+        sum = __fmaf_rn(E::widen(u16(a.z)), b[1].x, sum);
+        sum = __fmaf_rn(E::widen(u16(a.z >> 16)), b[1].y, sum);
+        sum = __fmaf_rn(E::widen(u16(a.w)), b[1].z, sum);
+        sum = __fmaf_rn(E::widen(u16(a.w >> 16)), b[1].w, sum);
+    }
+    for (; d < size; ++d) sum = __fmaf_rn(E::widen(x[d]), y[d], sum);
+    return sum;
+}
+
 // Rounded to the operands' type.
 __device__ __forceinline__ float rounded(float x) {
     if constexpr (TYPE == BF16)

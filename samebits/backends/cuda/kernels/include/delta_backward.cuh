@@ -10,7 +10,7 @@ struct Params {
     const float *beta, *skip, *state, *of_closed;
     unsigned char* records;
     Stored *dv, *dq, *dk;            // [tokens, heads, size], or key heads
-    float *sums_of_dq, *sums_of_dk;  // over some heads that share one of keys; null where none do
+    float *sums_of_dq, *sums_of_dk;  // [tokens, heads, key size], for delta_sums_backward.cu; null where none share keys
     float *dg, *dbeta, *dweights, *dinitial;
     const int* spans;
     i64 q_token, q_head, grad_token, grad_head, beta_token, beta_head, words;

@@ -1,4 +1,4 @@
-// Gradients of matrices with tensor cores and one decay for each head: delta_matrices_backward.cu after
+// Gradients of matrices with tensor cores, the delta rule and one decay for each head: delta_matrices_backward.cu after
 // delta_scores_backward.cu, which has found all that is in no row of chunks.
 //
 // A chunk's latency is what counts, so warps have roles. Two hold the gradient of the matrix, transposed, in registers,
@@ -192,7 +192,7 @@ struct Block {
                 const int i = x / TILE, e = x % TILE;
                 if (first_column + e >= p.size) continue;
                 const Stored z = from[e / 32][e % 32 * COLUMNS + i];
-                if constexpr (DELTA) of_z[i * p.size + e] = z;
+                of_z[i * p.size + e] = z;
                 if (i >= first) dv[i * step + e] = z;
             }
             return;
@@ -207,7 +207,7 @@ struct Block {
             const int i = row + lane / 4, e = group * 32 + lane % 4 * 8;
             if (i >= count || first_column + e >= p.size) continue;
             const uint4 eight = make_uint4(z[0], z[1], z[2], z[3]);
-            if constexpr (DELTA) *reinterpret_cast<uint4*>(of_z + i * p.size + e) = eight;
+            *reinterpret_cast<uint4*>(of_z + i * p.size + e) = eight;
             if (i >= first) *reinterpret_cast<uint4*>(dv + i * step + e) = eight;
         }
     }
@@ -303,7 +303,6 @@ struct Block {
                     part.add(x, left, right.of[x]);
                 }
             }
-#if DELTA
 #pragma unroll
             for (int x = 0; AHEAD && x < WIDE; ++x) right.read(x, keys);
             wait_for<96>(2 + 2 * group);
@@ -320,7 +319,6 @@ struct Block {
                     if (AHEAD) right.read(x, keys + min(i + 16, CHUNK - 16) * KEYS);
                 }
             }
-#endif
         }
         meet();
         if (p.dinitial) part.write(p, p.dinitial + own, true);
@@ -335,7 +333,6 @@ struct Block {
 #pragma unroll 1
         for (int block = (chunks.count(chunk) - 1) / 16, last = block; block >= 0; --block) {
             float u[16], mine[16];
-#if DELTA
             if (block < last) {  // by the rows of later blocks, ascending; of the next one they came last
                 constexpr int LATER = BLOCKS_OF_ROWS - 1;
                 Strip<1> sums[2];
@@ -369,14 +366,12 @@ struct Block {
                     });
                 __syncwarp();
             }
-#endif
             float4* of_column = reinterpret_cast<float4*>(updates + lane * UPDATES + block * 16);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float4 x = of_column[i];
                 u[i * 4] = x.x, u[i * 4 + 1] = x.y, u[i * 4 + 2] = x.z, u[i * 4 + 3] = x.w;
             }
-#if DELTA
             float4 betas[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
@@ -392,22 +387,6 @@ struct Block {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 of_column[i] = make_float4(u[i * 4], u[i * 4 + 1], u[i * 4 + 2], u[i * 4 + 3]);
-#else
-            const int in_tile = group * 32 + lane;
-            const bool skips = p.skip && first_column + in_tile < p.size;
-            const float skip = skips ? p.skip[head * p.size + first_column + in_tile] : 0.0f;
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                mine[i] = u[i];
-#if WEIGHTED
-                const int row = block * 16 + i;
-                mine[i] = __fmul_rn(u[i], scores.row_weights[row]);
-                if (skips)
-                    mine[i] =
-                        __fadd_rn(mine[i], __fmul_rn(skip, E::widen(m.grads[stage][row * VALUES + in_tile])));
-#endif
-            }
-#endif
             u32 pairs[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) pairs[i] = E::pack(mine[2 * i], mine[2 * i + 1]);
@@ -445,8 +424,8 @@ struct Block {
             meet();
             wait_for<96>(1 + 2 * group);
             solve(group, chunk);
-            if constexpr (DELTA) wait_for<96>(2 + 2 * group);
-            if constexpr (DELTA || WEIGHTED) keep_updates(group, chunk);
+            wait_for<96>(2 + 2 * group);
+            keep_updates(group, chunk);
         }
         meet();
     }

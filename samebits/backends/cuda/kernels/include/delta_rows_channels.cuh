@@ -5,6 +5,7 @@
 // in registers, so one exponential serves gradients of the row's query, of its key and of the other row's key.
 #pragma once
 
+#include "delta_backward.cuh"
 #include "delta_rows_sums.cuh"
 
 constexpr int BLOCK = 16;
@@ -113,8 +114,8 @@ __device__ __forceinline__ void decays_of(float (&by)[4][2], const float* decays
     }
 }
 
-// Of one of the heads that share `key_head`.
 __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& span, int place, int head) {
+    const i64 line = i64(p.heads) * p.key_size, at = span.token * line + i64(head) * p.key_size;
     const int count = span.count, before = span.before;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const i64 index = i64(place) * p.heads + head;
@@ -176,7 +177,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
 
     // By the matrices at the chunk's start and end.
     Sums read[2], next[1];
-    Rights(record, 0).multiply(m.of_rows[0], read);
+    Rights<false>(record.rights, p.size).multiply(m.of_rows[0], read);
     read[0].each_with(read[1], [&](int i, int d, float* of_query, float* of_key) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -185,7 +186,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
             of_key[n] = i < count ? __fmul_rn(of_key[n], -since) : 0.0f;
         }
     });
-    Rights(record, 1).multiply(m.updates, next);
+    Rights<false>(record.rights + KEY_SIZE * VALUE_SIZE / 8, p.size).multiply(m.updates, next);
     const float* last = m.decays + (count - 1) * LINE;
     next[0].each([&](int j, int d, float* c) {
 #pragma unroll
@@ -314,7 +315,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     // Results. Of decays: a row's running sum scales what the row reads, and inversely what is read of it.
     for_own([&](int at, int task, int i) { m.rows[at] = own[task].of_query[i]; });
     __syncthreads();
-    store(p, m.rows, span, head, p.dq, p.sums_of_dq);
+    store_rows(m.rows, before, count, p.key_size, at, line, p.dq, p.sums_of_dq);
     __syncthreads();
     columns.put(m.rows);
     __syncthreads();
@@ -326,7 +327,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
                                     __fmul_rn(E::widen(m.keys[of]), __fsub_rn(of_row, of_column)));
     });
     __syncthreads();
-    store(p, m.rows, span, head, p.dk, p.sums_of_dk);
+    store_rows(m.rows, before, count, p.key_size, at, line, p.dk, p.sums_of_dk);
     for (int d = threadIdx.x; d < p.key_size; d += THREADS) {
         float sum = 0.0f;
 #pragma unroll 8

@@ -1,6 +1,7 @@
-// Gradients of a chunk's rows with tensor cores, operands in shared memory and one decay for each head.
+// Gradients of a chunk's rows with tensor cores, operands in shared memory, the delta rule and one decay for each head.
 #pragma once
 
+#include "delta_backward.cuh"
 #include "delta_rows_sums.cuh"
 
 struct Memory {
@@ -14,17 +15,17 @@ struct Memory {
 };
 constexpr int BLOCKS = sizeof(Memory) <= 113 << 10 ? 2 : 1;  // of a multiprocessor
 
-// Of one of the heads that share `key_head`.
 __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& span, int place, int head) {
+    const i64 line = i64(p.heads) * p.key_size, at = span.token * line + i64(head) * p.key_size;
     const int count = span.count, before = span.before, last = count - 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Record record(p.records, i64(place) * p.heads + head, p.key_size, p.size);
 
-    Rights matrix(record, 0);
+    Rights<false> matrix(record.rights, p.size);
     copy_rows<VALUES, VALUE_SIZE>(m.updates, record.updates, p.size, 0, count, p.size);
     copy_rows<VALUES, VALUE_SIZE>(m.of_rows[0], p.grad + head * p.grad_head + span.token * p.grad_token,
                                   p.grad_token, before, count, p.size);
-    if constexpr (DELTA) copy_rows<VALUES, VALUE_SIZE>(m.of_rows[1], record.of_z, p.size, 0, count, p.size);
+    copy_rows<VALUES, VALUE_SIZE>(m.of_rows[1], record.of_z, p.size, 0, count, p.size);
     cp_async_commit();
     copy_rows<KEYS, KEY_SIZE>(m.keys, record.keys, p.key_size, 0, count, p.key_size);
     copy_rows<KEYS, KEY_SIZE>(m.queries, p.q + head / p.group * p.q_head + span.token * p.q_token, p.q_token,
@@ -34,9 +35,6 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
         const float decay = i < count ? record.decays[i] : 0.0f;
         m.decays[i] = decay, m.since[i] = exp2_of(decay);
         m.left[i] = exp2_of(__fsub_rn(record.decays[last], decay));
-#if WEIGHTED
-        if (i < count) m.left[i] = __fmul_rn(m.left[i], record.weights[i]);
-#endif
     }
     for (int d = THREADS - 1 - threadIdx.x; d < KEY_SIZE; d += THREADS)
         m.kept[d] = d < p.key_size ? record.kept[d] : 0.0f;
@@ -46,7 +44,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     // Of scores, times decays.
     {
         const int row = warp / 2 * 16, column = warp % 2 * 32;
-        float of[1 + DELTA][4][4] = {};
+        float of[2][4][4] = {};
 #pragma unroll 1
         for (int e = 0; e < p.size; e += 16) {
             u32 right[2][4], left[4];
@@ -54,7 +52,7 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
             for (int x = 0; x < 2; ++x)
                 ldmatrix_x4<false>(right[x], by_columns(m.updates + (column + x * 16) * VALUES + e, VALUES));
 #pragma unroll
-            for (int n = 0; n < 1 + DELTA; ++n) {
+            for (int n = 0; n < 2; ++n) {
                 ldmatrix_x4<false>(left, by_rows(m.of_rows[n] + row * VALUES + e, VALUES));
 #pragma unroll
                 for (int x = 0; x < 4; ++x)
@@ -69,41 +67,35 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
             for (int y = 0; y < 2; ++y) {
                 const int at = x % 2 * 2 + y;
                 const bool seen = j + y <= i && i < count;
-                float decay = seen ? exp2_of(__fsub_rn(m.decays[i], m.decays[j + y])) : 0.0f;
-#if WEIGHTED
-                if (seen) decay = __fmul_rn(decay, record.weights[j + y]);
-#endif
+                const float decay = seen ? exp2_of(__fsub_rn(m.decays[i], m.decays[j + y])) : 0.0f;
                 scores[y] = seen ? __fmul_rn(__fmul_rn(of[0][x / 2][at], p.scale), decay) : 0.0f;
-                if constexpr (DELTA)
-                    mutual[y] = seen && j + y < i ? __fmul_rn(-of[1][x / 2][at], decay) : 0.0f;
+                mutual[y] = seen && j + y < i ? __fmul_rn(-of[1][x / 2][at], decay) : 0.0f;
             }
             E::store_pair(m.of_scores + i * COLUMNS + j, scores[0], scores[1]);
-            if constexpr (DELTA) E::store_pair(m.of_mutual + i * COLUMNS + j, mutual[0], mutual[1]);
+            E::store_pair(m.of_mutual + i * COLUMNS + j, mutual[0], mutual[1]);
         }
     }
     cp_async_wait<0>();
     __syncthreads();
 
     // Of queries, and of keys as rows of scores: by what they read of the matrix and of the keys before them.
-    Sums read[1 + DELTA];
+    Sums read[2];
     matrix.multiply(m.of_rows[0], read);
     read[0].each([&](int i, int, float* c) {
         const float factor = __fmul_rn(m.since[i], p.scale);
         c[0] = i < count ? __fmul_rn(c[0], factor) : 0.0f, c[1] = i < count ? __fmul_rn(c[1], factor) : 0.0f;
     });
     read[0].add<false>(m.of_scores, m.keys, count);
-    if constexpr (DELTA) {
-        read[1].each([&](int i, int, float* c) {
-            c[0] = i < count ? __fmul_rn(c[0], -m.since[i]) : 0.0f;
-            c[1] = i < count ? __fmul_rn(c[1], -m.since[i]) : 0.0f;
-        });
-        read[1].add<false>(m.of_mutual, m.keys, count);
-    }
-    Rights of_matrix(record, 1);
+    read[1].each([&](int i, int, float* c) {
+        c[0] = i < count ? __fmul_rn(c[0], -m.since[i]) : 0.0f;
+        c[1] = i < count ? __fmul_rn(c[1], -m.since[i]) : 0.0f;
+    });
+    read[1].add<false>(m.of_mutual, m.keys, count);
+    Rights<false> of_matrix(record.rights + KEY_SIZE * VALUE_SIZE / 8, p.size);
     __syncthreads();
     read[0].put(m.rows);
     __syncthreads();
-    store(p, m.rows, span, head, p.dq, p.sums_of_dq);
+    store_rows(m.rows, before, count, p.key_size, at, line, p.dq, p.sums_of_dq);
     float sum = 0.0f;  // of this thread's row: of its decay
     if (p.dg && threadIdx.x < CHUNK)
         sum = chain(m.queries + threadIdx.x * KEYS, m.rows + threadIdx.x * LINE, p.key_size, sum);
@@ -127,20 +119,19 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     // As columns of scores.
     Sums columns;
     columns.add<true>(m.of_scores, m.queries, count);
-    if constexpr (DELTA) columns.add<true>(m.of_mutual, m.keys, count);
+    columns.add<true>(m.of_mutual, m.keys, count);
     columns.each([&](int j, int d, float* c) {
         const float2 x = *reinterpret_cast<const float2*>(m.rows + j * LINE + d);
         c[0] = __fadd_rn(c[0], x.x), c[1] = __fadd_rn(c[1], x.y);
     });
-    if constexpr (!DELTA) read[0] = Sums();
     __syncthreads();
-    columns.each_with(read[DELTA], [&](int j, int d, float* c, const float* x) {
+    columns.each_with(read[1], [&](int j, int d, float* c, const float* x) {
         *reinterpret_cast<float2*>(m.rows + j * LINE + d) =
             make_float2(__fadd_rn(x[0], c[0]), __fadd_rn(x[1], c[1]));
         c[0] = __fsub_rn(x[0], c[0]), c[1] = __fsub_rn(x[1], c[1]);
     });
     __syncthreads();
-    store(p, m.rows, span, head, p.dk, p.sums_of_dk);
+    store_rows(m.rows, before, count, p.key_size, at, line, p.dk, p.sums_of_dk);
 
     // Of decays: a row's running sum scales what the row reads, and inversely what is read of it.
     if (!p.dg) return;

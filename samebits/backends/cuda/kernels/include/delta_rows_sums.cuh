@@ -1,34 +1,11 @@
-// Sums of a chunk's rows in registers: what the two forms of delta_rows_backward.cu with tensor cores and operands in
-// shared memory have in common.
+// Sums of a chunk's rows in registers: what linear_rows_backward.cu and the two forms of delta_rows_backward.cu with tensor
+// cores and operands in shared memory have in common.
 //
 // Warps share the columns of keys. A matrix is read once, as right operands.
 #pragma once
 
-#include "delta_backward.cuh"
-
 constexpr int VALUES = VALUE_SIZE + PAD, COLUMNS = CHUNK + PAD;  // in elements
 constexpr int LINE = KEY_SIZE + 4;                               // in floats
-
-// A chain of FMA over x and y, from `sum`. Both are in shared memory.
-__device__ __forceinline__ float chain(const Stored* x, const float* y, int size, float sum) {
-    int d = 0;
-#pragma unroll 4
-    for (; d + 8 <= size; d += 8) {
-        const uint4 a = *reinterpret_cast<const uint4*>(x + d);
-        const float4 b[2] = {*reinterpret_cast<const float4*>(y + d),
-                             *reinterpret_cast<const float4*>(y + d + 4)};
-        sum = __fmaf_rn(E::widen(u16(a.x)), b[0].x, sum);
-        sum = __fmaf_rn(E::widen(u16(a.x >> 16)), b[0].y, sum);
-        sum = __fmaf_rn(E::widen(u16(a.y)), b[0].z, sum);
-        sum = __fmaf_rn(E::widen(u16(a.y >> 16)), b[0].w, sum);
-        sum = __fmaf_rn(E::widen(u16(a.z)), b[1].x, sum);
-        sum = __fmaf_rn(E::widen(u16(a.z >> 16)), b[1].y, sum);
-        sum = __fmaf_rn(E::widen(u16(a.w)), b[1].z, sum);
-        sum = __fmaf_rn(E::widen(u16(a.w >> 16)), b[1].w, sum);
-    }
-    for (; d < size; ++d) sum = __fmaf_rn(E::widen(x[d]), y[d], sum);
-    return sum;
-}
 
 // The sum of `count` floats in shared memory, in order.
 __device__ __forceinline__ float sum_of(const float* x, int count) {
@@ -120,23 +97,26 @@ struct Sums {
     }
 };
 
-// A matrix that delta_chains_backward.cu has rounded, as right operands: some steps are on their way.
+// A rounded matrix in memory, as right operands, or, TURNED, as left ones of its transpose: some steps are on their way.
+template <bool TURNED>
 struct Rights {
     static constexpr int STEPS = VALUE_SIZE / 16, ROOM = 8 / Sums::GROUPS,
                          AHEAD = ROOM < STEPS ? ROOM : STEPS;
     const uint4* from;
+    const int size;  // of rows
     uint4 ahead[AHEAD][Sums::GROUPS];
 
-    // 0: the matrix at the chunk's start, 1: the gradient of that at its end
-    __device__ __forceinline__ Rights(const Record& record, int which)
-        : from(record.rights + (which * (KEY_SIZE / 16) * STEPS) * 32 + threadIdx.x % 32) {
+    __device__ __forceinline__ Rights(const uint4* matrix, int size)
+        : from(matrix + threadIdx.x % 32), size(size) {
 #pragma unroll
         for (int step = 0; step < AHEAD; ++step) fetch(step);
     }
     __device__ __forceinline__ void fetch(int step) {
 #pragma unroll
-        for (int g = 0; g < Sums::GROUPS; ++g)
-            if (Sums::has(g)) ahead[step % AHEAD][g] = from[(Sums::channel(g) / 16 * STEPS + step) * 32];
+        for (int g = 0; g < Sums::GROUPS; ++g) {
+            const int keys = Sums::channel(g) / 16, place = TURNED ? step * (KEY_SIZE / 16) + keys : keys * STEPS + step;
+            if (Sums::has(g)) ahead[step % AHEAD][g] = from[place * 32];
+        }
     }
 
     // Products of COUNT arrays of rows, behind each other, with the matrix.
@@ -147,7 +127,11 @@ struct Rights {
             u32 right[Sums::GROUPS][4], left[4];
 #pragma unroll
             for (int g = 0; g < Sums::GROUPS; ++g) {
-                const uint4& x = ahead[step % AHEAD][g];
+                uint4 x = ahead[step % AHEAD][g];
+                if constexpr (TURNED) {
+                    const u32 left[4] = {x.x, x.y, x.z, x.w};
+                    x = turned(left, size - step * 16);
+                }
                 right[g][0] = x.x, right[g][1] = x.y, right[g][2] = x.z, right[g][3] = x.w;
             }
             if (step + AHEAD < STEPS) fetch(step + AHEAD);
@@ -166,51 +150,33 @@ struct Rights {
     }
 };
 
-// Stores a chunk's rows, in sums over heads, in order, by one thread for each element.
-__device__ __forceinline__ void store(const Params& p, const float* rows, const Span& span, int head,
-                                      Stored* to, float* sums) {
-    const bool begins = head % p.group == 0, ends = head % p.group == p.group - 1;
-    const i64 row = i64(p.heads / p.group) * p.key_size;
-    const i64 at = span.token * row + i64(head / p.group) * p.key_size;
-    if (begins && ends && p.key_size % 8 == 0) {
-        constexpr int EACH = KEY_SIZE / 8;  // pieces of a row
-#pragma unroll 1
-        for (int x = threadIdx.x; x < CHUNK * EACH; x += THREADS) {
-            const int i = x / EACH, d = x % EACH * 8;
-            if (i < span.before || i >= span.count || d >= p.key_size) continue;
-            u32 pairs[4];
+// Stores rows `first` to `count` - 1 of a head, from `at` + `first` * `line` on: rounded, or, as others share its keys, in
+// `sums`.
+__device__ __forceinline__ void store_rows(const float* rows, int first, int count, int key_size, i64 at,
+                                           i64 line, Stored* to, float* sums) {
+    constexpr int EACH = KEY_SIZE / 4;  // pieces of a row
+#pragma unroll 4
+    for (int x = threadIdx.x; x < CHUNK * EACH; x += THREADS) {
+        const int i = x / EACH, d = x % EACH * 4;
+        if (i < first || i >= count || d >= key_size) continue;
+        const float4 four = *reinterpret_cast<const float4*>(rows + i * LINE + d);
+        const i64 mine = at + i * line + d;
+        if (key_size % 4) {
+            const float each[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                const float2 both = *reinterpret_cast<const float2*>(rows + i * LINE + d + n * 2);
-                pairs[n] = E::pack(contract::canonical(both.x), contract::canonical(both.y));
+                if (d + n >= key_size) continue;
+                if (sums)
+                    sums[mine + n] = each[n];
+                else
+                    to[mine + n] = E::narrow(contract::canonical(each[n]));
             }
-            *reinterpret_cast<uint4*>(to + at + i * row + d) =
-                make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        }
-        return;
-    }
-#pragma unroll 2
-    for (int x = threadIdx.x; x < CHUNK * KEY_SIZE / 2; x += THREADS) {
-        const int i = x / (KEY_SIZE / 2), d = x % (KEY_SIZE / 2) * 2;
-        if (i < span.before || i >= span.count || d >= p.key_size) continue;
-        const i64 mine = at + i * row + d;
-        const bool both = d + 1 < p.key_size;
-        float2 sum = *reinterpret_cast<const float2*>(rows + i * LINE + d);
-        if (!begins) {
-            sum.x = __fadd_rn(sums[mine], sum.x);
-            if (both) sum.y = __fadd_rn(sums[mine + 1], sum.y);
-        }
-        if (!ends) {
-            sums[mine] = sum.x;
-            if (both) sums[mine + 1] = sum.y;
-            continue;
-        }
-        sum.x = contract::canonical(sum.x), sum.y = contract::canonical(sum.y);
-        if (p.key_size % 2 == 0) {
-            E::store_pair(to + mine, sum.x, sum.y);
+        } else if (sums) {
+            *reinterpret_cast<float4*>(sums + mine) = four;
         } else {
-            to[mine] = E::narrow(sum.x);
-            if (both) to[mine + 1] = E::narrow(sum.y);
+            *reinterpret_cast<uint2*>(to + mine) =
+                make_uint2(E::pack(contract::canonical(four.x), contract::canonical(four.y)),
+                           E::pack(contract::canonical(four.z), contract::canonical(four.w)));
         }
     }
 }

@@ -36,6 +36,22 @@ struct Scores {
     uint4 blocks[10][32];
 };
 
+#if GRADIENTS
+// Of a backward.
+struct Gradients {
+    const Stored* grad;
+    const float* of_closed;
+    // What the kernels leave for each other.
+    float* starts;    // [places, heads, size, key size], padded to 16: matrices at chunks' starts; null without dg
+    uint4* matrices;  // [places, heads]: gradients of those at chunks' ends, as Params::matrices
+    float* kept;      // [places, heads, key size]: of a chunk's last decay, by what the next matrix has of this one
+    float* rows;      // [2, tokens, heads, key size]: dq and dk of each head, where some share them
+    Stored *dq, *dk, *dv;
+    float *dg, *dweights, *dinitial;
+    i64 grad_token, grad_head;
+};
+#endif
+
 struct Params {
     const Stored *q, *k, *v;
     const float *g, *beta, *weights, *skip, *initial;
@@ -57,6 +73,9 @@ struct Params {
     int key_size, size, heads, group, tokens, sequences;
     int shared, wide;  // heads of a block of linear_rows.cu
     float scale;
+#if GRADIENTS
+    Gradients of;
+#endif
 };
 
 __device__ __forceinline__ int rows_before(const Params& p, int sequence) {
@@ -108,6 +127,14 @@ __device__ __forceinline__ void load_rows(Stored* to, const Stored* opened, int 
     copy_rows<LINE, WIDTH>(to, given, line, first, CHUNK, count, size);
 }
 
+// The same of queries or gradients: up to `first` zeros, then tokens.
+template <int LINE, int WIDTH>
+__device__ __forceinline__ void load_given(Stored* to, const Stored* given, i64 line, int first, int count,
+                                           int size) {
+    if (first) copy_rows<LINE, WIDTH>(to, given, 0, 0, first, 0, 0);
+    copy_rows<LINE, WIDTH>(to, given, line, first, CHUNK, count, size);
+}
+
 // Copies a whole struct.
 template <class T>
 __device__ __forceinline__ void load_whole(T& to, const T& from) {
@@ -121,4 +148,25 @@ __device__ __forceinline__ int row_of(int block) { return ((block >= 1) + (block
 __device__ __forceinline__ int column_of(int block) {
     const int row = row_of(block) / 16;
     return (block - row * (row + 1) / 2) * 16;
+}
+
+// Stores a warp's 16 * WIDE columns of rows `first` to `count` - 1, of which the first `columns` are there.
+template <int WIDE, int LINE>
+__device__ __forceinline__ void store_columns(Stored* to, i64 line, const Stored* from, int first, int count,
+                                              int columns) {
+    const int lane = threadIdx.x % 32;
+    if ((reinterpret_cast<u64>(to) | u64(line) * SIZE) % 16 == 0 && columns % 8 == 0) {
+#pragma unroll 4
+        for (int x = lane; x < CHUNK * WIDE * 2; x += 32) {
+            const int i = x / (WIDE * 2), e = x % (WIDE * 2) * 8;
+            if (i >= first && i < count && e < columns)
+                *reinterpret_cast<uint4*>(to + i * line + e) =
+                    *reinterpret_cast<const uint4*>(from + i * LINE + e);
+        }
+    } else {
+        for (int x = lane; x < CHUNK * WIDE * 16; x += 32) {
+            const int i = x / (WIDE * 16), e = x % (WIDE * 16);
+            if (i >= first && i < count && e < columns) to[i * line + e] = from[i * LINE + e];
+        }
+    }
 }
