@@ -505,6 +505,13 @@ def recurrent_layers() -> Iterator[Kernel]:
                 yield linear_attention.kernel_spec(part, x, 64, **options), HOPPER
             yield linear_attention.kernel_spec(linear_attention.BEGIN, x, 64, keep=True, **options), HOPPER
             yield linear_attention.kernel_spec(linear.states, F16, 80, keep=True, **options), HOPPER
+        of_linear: tuple[Any, ...] = ()
+        if x is BF16 and not (by_channel or erases):
+            of_linear = tuple(delta_schedules.catalogue_of_linear_gradients())
+        for linear_gradients in of_linear:
+            for which in ("matrices", "values", "rows")[: 1 if linear_gradients.stages > 2 else 3]:
+                options = {"hardware_exp2": True, "weighted": weighted}
+                yield linear_attention.gradients_spec(which, linear_gradients, x, 64, 40, **options), HOPPER
         for of_chunks in delta_schedules.catalogue_of_chunks() if x is BF16 and erases > by_channel else ():
             options = {"hardware_exp2": True}
             for kernel in (linear_attention.DELTA_BEGIN, of_chunks):
@@ -516,11 +523,12 @@ def recurrent_layers() -> Iterator[Kernel]:
             ("rows", delta_schedules.DeltaGradients(16, False, 1)),
         ):
             yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
-        for of in delta_schedules.catalogue_of_gradients() if x is BF16 and not by_channel else ():
+        for of in delta_schedules.catalogue_of_gradients() if x is BF16 and erases > by_channel else ():
             if of.registers:
                 for which in ("scores", "matrices")[of.tile > 32 :]:
                     yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
-        if x is BF16:
+        yield delta.sums_spec(x, 4 if erases else 1), HOPPER
+        if x is BF16 and erases:
             of = delta_schedules.DeltaGradients(16, True, 1)
             for which in ("chains", "rows"):
                 yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER

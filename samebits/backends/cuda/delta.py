@@ -388,8 +388,8 @@ def backward(
     matmul.check_contract(x.contract, device)
     tensor_core = contract_from_key(x.contract).step == "mma"
     q, grad = map(_dense, (x.q, grad))
-    (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
-    sequences, group, padded = len(x.spans), heads // key_heads, padded_size(key_size)
+    (tokens, heads, _), (_, key_heads, key_size) = x.v.shape, q.shape
+    sequences, group = len(x.spans), heads // key_heads
 
     whole = sequences > 0 and not x.spans.shape[1]  # every token is in a sequence
 
@@ -409,7 +409,7 @@ def backward(
         if schedule is None:
             schedule = _gradients_schedule(x, tensor_core)
         if isinstance(schedule, LinearGradients):
-            operands = q, *map(_dense, (x.k, x.v))
+            operands = q, _dense(x.k), _dense(x.v)
             hardware_exp2 = _hardware_exp2(tensor_core, device)
             linear_attention.backward(x, operands, state, (grad, closed), found, schedule, hardware_exp2)
         else:
@@ -441,7 +441,7 @@ def _backward_by_records(
     schedule: DeltaGradients,
     tensor_core: bool,
 ) -> None:
-    """All gradients of `found`; where heads share keys those of queries and keys for each head, as its "rows"."""
+    """All gradients of `found`; where heads share keys, dq and dk of each head, as its "rows"."""
     device, dtype, delta, weighted = q.get_device(), q.dtype, x.beta is not None, x.weights is not None
     (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
     sequences, group, padded = len(x.spans), heads // key_heads, padded_size(key_size)

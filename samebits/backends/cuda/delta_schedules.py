@@ -198,7 +198,7 @@ class LinearStates:
         warps: in a block: each has 16 columns of values.
         keys: channels of keys of a block, or all of them if there are fewer; a multiple of 16.
         stages: chunks in shared memory, at least 2.
-        split: warps that share their columns, and have as many channels each, where these are multiples of 16.
+        split: warps that share their columns, and have as many channels each, if those are multiples of 16.
     """
 
     warps: int
@@ -253,7 +253,13 @@ class Linear:
 
 def catalogue_of_linear() -> Iterator[Linear]:
     """Every schedule of each of the two kernels, for proofs."""
-    shapes = *itertools.product((8, 4), (64,), (2, 3, 4), (2,)), (8, 64, 3), (4, 128, 3), (2, 128, 3), (4, 32, 3)
+    shapes = (
+        *itertools.product((8, 4), (64,), (2, 3, 4), (2,)),
+        (8, 64, 3),
+        (4, 128, 3),
+        (2, 128, 3),
+        (4, 32, 3),
+    )
     tiles = ((128, 4), (128, 8), (64, 4), (32, 2), (16, 1))
     rows = [LinearRows(*tile, stages, 8) for stages, tile in itertools.product((1, 2), tiles)]
     for states, of_rows in zip(shapes, rows, strict=True):
@@ -420,8 +426,8 @@ class DeltaGradients:
 
     Attributes:
         tile: columns of values that a block takes, which goes through the chunks.
-        staged: whether a block that computes a chunk's rows copies what it reads to shared memory: with tensor
-            cores for the delta rule alone.
+        staged: whether a block that computes a chunk's rows copies what it reads to shared memory. With
+            tensor cores it does so for the delta rule alone.
         stages: whether it copies the keys and queries of the chunk before while it computes one: 2, else 1.
         registers: whether the gradient of the matrix lies in registers: with tensor cores, one decay for each
             head and keys up to 128. `tile` is then a multiple of 32, and `stages` are 2.

@@ -284,10 +284,10 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
         def chosen_of_gradients(
             dtype: torch.dtype, key_size: int, size: int, *rest: Any
         ) -> delta_schedules.DeltaGradients:
-            _, tensor_core, by_channel, device = rest
+            _, tensor_core, of_rule, by_channel, device = rest
             needs = max(gradients.memory(dtype, key_size, size, tensor_core, by_channel))
             fits = needs <= devices.device_info(device).max_smem
-            fits = fits and gradients.takes(key_size, tensor_core, by_channel)
+            fits = fits and gradients.takes(key_size, tensor_core, of_rule, by_channel)
             return gradients if fits else choose_of_gradients(dtype, key_size, size, *rest)
 
         def chosen_linear(key_size: int, *rest: Any) -> delta_schedules.Linear:
@@ -295,6 +295,17 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
             needs = max(part.memory(key_size, weighted) for part in (linear.states, linear.rows))
             fits = needs <= devices.device_info(device).max_smem
             return linear if fits else choose_linear(key_size, *rest)
+
+        def chosen_linear_gradients(
+            key_size: int, size: int, *rest: Any
+        ) -> delta_schedules.LinearGradients | None:
+            *_, weighted, device = rest
+            every: tuple[Any, ...] = (*delta_schedules.catalogue_of_linear_gradients(), None)
+            found = every[number // 3 % len(every)]  # the last: by records
+            if found is None:
+                return None
+            fits = found.most_memory(key_size, size, weighted) <= devices.device_info(device).max_smem
+            return found if fits else delta_schedules.choose_linear_gradients(key_size, size, *rest)
 
         def chosen_chunks(key_size: int, *rest: Any) -> delta_schedules.DeltaChunks:
             of_chunks = delta_schedules.catalogue_of_chunks()
@@ -313,6 +324,7 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
             mock.patch.object(linear_attention, "choose_chunks", chosen_chunks),
             mock.patch.object(delta, "choose_step", chosen_step),
             mock.patch.object(delta, "choose_of_gradients", chosen_of_gradients),
+            mock.patch.object(delta, "choose_linear_gradients", chosen_linear_gradients),
         ):
             return run(*operands)
 

@@ -224,20 +224,54 @@ def test_gradients_compile_without_spills(
     assert_no_spills(kernels.gradients_spec(*given, **options))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("which", "schedule"),
+    [
+        *(("matrices", schedule) for schedule in schedules.catalogue_of_linear_gradients()),
+        *((which, next(schedules.catalogue_of_linear_gradients())) for which in ("values", "rows")),
+    ],
+    ids=str,
+)
+def test_gradients_of_linear_attention_compile_without_spills(
+    which: str, schedule: schedules.LinearGradients, weighted: bool
+) -> None:
+    options = {"hardware_exp2": True, "weighted": weighted}
+    spec = linear_attention.gradients_spec(which, schedule, torch.bfloat16, 128, 128, **options)
+    assert_no_spills(spec)
+    if which != "matrices" or (schedule.stages == 2 and schedule.keys <= 32):
+        assert 2 * (spec.smem + 1024) <= 228 << 10  # two blocks share a multiprocessor
+
+
+@pytest.mark.parametrize("kib", [99, 163, 227])
+def test_which_gradients_of_linear_attention_fit(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest heads leave chunks in records, and so do heads of 128 where a block has 99 KiB."""
+    on_gpu_with(132, kib, monkeypatch)
+    known = {(s.keys, s.stages) for s in schedules.catalogue_of_linear_gradients()}
+    sizes = (16, 64, 128, 256), (1, 17, 64, 128, 256), (1, 32, 256), (False, True)
+    for key_size, size, blocks, weighted in itertools.product(*sizes):
+        found = schedules.choose_linear_gradients(key_size, size, blocks, weighted, 0)
+        if found is not None:
+            assert found.most_memory(key_size, size, weighted) <= kib << 10
+            assert (found.keys, found.stages) in known
+        assert found is not None or kib < 227 or max(key_size, size) == 256
+    if kib == 227:
+        stages = [schedules.choose_linear_gradients(128, 128, blocks, True, 0).stages for blocks in (32, 256)]  # type: ignore[union-attr]
+        assert stages == [3, 2]
+
+
 IN_REGISTERS = [s for s in schedules.catalogue_of_gradients() if s.registers]
 
 
-@pytest.mark.parametrize("rule", ["delta", "weighted", ""])
 @pytest.mark.parametrize(
     ("which", "schedule"),
     [("scores", IN_REGISTERS[0]), *(("matrices", schedule) for schedule in IN_REGISTERS)],
     ids=str,
 )
 def test_gradients_in_registers_compile_without_spills(
-    which: str, schedule: schedules.DeltaGradients, rule: str
+    which: str, schedule: schedules.DeltaGradients
 ) -> None:
-    options = {"tensor_core": True, "hardware_exp2": True, "delta": rule == "delta"}
-    options["weighted"] = rule == "weighted"
+    options = {"tensor_core": True, "hardware_exp2": True, "delta": True}
     found = resources(kernels.gradients_spec(which, schedule, torch.bfloat16, 128, 128, **options), "sm_90a")
     # 16 warps leave 128 registers: what no chunk changes is spilled
     most = 176 if schedule.tile == 128 else 0
@@ -260,7 +294,7 @@ def test_gradients_take_the_stages_that_fit(
     lies in registers, with one decay for each head.
     """
     on_gpu_with(84, kib, monkeypatch)
-    found = schedules.choose_of_gradients(torch.bfloat16, size, size, 32, True, by_channel, 0)
+    found = schedules.choose_of_gradients(torch.bfloat16, size, size, 32, True, True, by_channel, 0)
     assert found.stages == stages
     assert found.staged or not by_channel
     assert found.registers == (kib > 99 and size == 128 and not by_channel)
@@ -274,7 +308,7 @@ def test_tiles_of_gradients_are_as_wide_as_fills_the_gpu(
     blocks: int, size: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu_with(132, 227, monkeypatch)
-    found = schedules.choose_of_gradients(torch.bfloat16, 128, size, blocks, True, False, 0)
+    found = schedules.choose_of_gradients(torch.bfloat16, 128, size, blocks, True, True, False, 0)
     assert (found.registers, found.tile) == (True, tile)
 
 
@@ -585,15 +619,27 @@ def test_every_step_has_the_references_bits(make: Any, form: tuple[object, ...])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("form", "schedule"), in_turns([*schedules.catalogue_of_gradients()]))
+@pytest.mark.parametrize(
+    ("form", "schedule"),
+    [
+        *in_turns([*schedules.catalogue_of_gradients()]),
+        *in_turns([*schedules.catalogue_of_linear_gradients(), None], LINEAR_FORMS),
+    ],
+)
 def test_gradients_have_the_references_bits(
-    form: tuple[object, ...], schedule: schedules.DeltaGradients
+    form: tuple[object, ...], schedule: schedules.DeltaGradients | schedules.LinearGradients | None
 ) -> None:
     """From matrices, and from where a state goes on."""
     on_cpu = operands(form)
-    padded = -(-on_cpu.q.shape[2] // 16) * 16
-    memory = schedule.memory(on_cpu.q.dtype, padded, on_cpu.v.shape[2], bool(form[1]), on_cpu.by_channel)
-    if max(memory) > 227 << 10 or not schedule.takes(padded, bool(form[1]), on_cpu.by_channel):
+    padded, size = -(-on_cpu.q.shape[2] // 16) * 16, on_cpu.v.shape[2]
+    fits = True
+    if isinstance(schedule, schedules.LinearGradients):
+        fits = schedule.most_memory(padded, size, on_cpu.weighted) <= 227 << 10
+    elif schedule is not None:
+        memory = schedule.memory(on_cpu.q.dtype, padded, size, bool(form[1]), on_cpu.by_channel)
+        fits = max(memory) <= 227 << 10
+        fits &= schedule.takes(padded, bool(form[1]), on_cpu.beta is not None, on_cpu.by_channel)
+    if not fits:
         pytest.skip("takes more shared memory than there is, or no such operands")
     contract = TENSOR_CORE.key if form[1] else FMA.key
     for x, *given in gradients_of(on_cpu):

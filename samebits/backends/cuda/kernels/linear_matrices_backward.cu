@@ -14,8 +14,9 @@
 
 constexpr int WIDE = KEY_TILE / 16, CHAINS = (KEY_TILE + 31) / 32;
 constexpr int KEY_STEPS = KEY_SIZE / 16, VALUE_STEPS = VALUE_SIZE / 16;
-constexpr int STRIPS = (VALUE_STEPS + WARPS - 1) / WARPS;                               // of columns, of a warp
-constexpr int LINE = KEY_TILE + PAD, VALUES = VALUE_SIZE + PAD, FLOATS = KEY_TILE + 8;  // of rows in shared memory
+constexpr int STRIPS = (VALUE_STEPS + WARPS - 1) / WARPS;  // of columns, of a warp
+constexpr int LINE = KEY_TILE + PAD, VALUES = VALUE_SIZE + PAD,
+              FLOATS = KEY_TILE + 8;  // of rows in shared memory
 
 struct Memory {
     Stored queries[STAGES][CHUNK * LINE], grads[STAGES][CHUNK * VALUES];
@@ -109,6 +110,5 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * CHAINS, BLOCKS)
             sum = __fmaf_rn(starts[e * FLOATS], __fmul_rn(matrix[e * FLOATS], kept), sum);
         p.of.kept[index(chunk) * p.key_size + first_key + channel] = sum;
     }
-    if (p.of.dinitial)
-        strips.each([&](Part<WIDE>& part) { part.write(p, p.of.dinitial + own, true); });
+    if (p.of.dinitial) strips.each([&](Part<WIDE>& part) { part.write(p, p.of.dinitial + own, true); });
 }

@@ -49,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(const __gri
         load_whole(m.decays[stage], p.decays[index]);
     };
     const int key_head = first_head / p.group;
-    load_given<KEYS, KEY_SIZE>(m.queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, first, count,
-                               p.key_size);
+    load_given<KEYS, KEY_SIZE>(m.queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, first,
+                               count, p.key_size);
     load_rows<KEYS, KEY_SIZE>(m.keys, opened_keys(p, sequence, first_head), p.key_size,
                               p.k + key_head * p.k_head + token * p.k_token, p.k_token, first, count,
                               p.key_size);
@@ -186,8 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(const __gri
             E::store_pair(values + i * VALUES + e, y[0], y[1]);
         }
         __syncwarp();
-        if (!p.wide)
-            store_columns<WIDE, VALUES>(p.out + at, line, values, first, count, p.size - column);
+        if (!p.wide) store_columns<WIDE, VALUES>(p.out + at, line, values, first, count, p.size - column);
         __syncthreads();
         if (n + STAGES < p.shared) load(n + STAGES);
         cp_async_commit();

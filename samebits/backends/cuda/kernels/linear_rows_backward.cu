@@ -7,8 +7,8 @@
 // Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and WEIGHTED are those of delta.cu.
 //   VALUE_SIZE  of v, up to a multiple of 16
 
-#include "linear.cuh"
 #include "delta_rows_sums.cuh"
+#include "linear.cuh"
 
 struct Memory {
     Stored keys[CHUNK * KEYS], queries[CHUNK * KEYS], values[CHUNK * VALUES];
@@ -39,7 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     constexpr int ENTRIES = KEY_SIZE * VALUE_SIZE / 8;
     Rights<true> matrix(p.matrices + index * ENTRIES, p.size);
     load_rows<VALUES, VALUE_SIZE>(m.values, opened_updates(p, sequence, head), p.size,
-                                  p.v + head * p.v_head + token * p.v_token, p.v_token, before, count, p.size);
+                                  p.v + head * p.v_head + token * p.v_token, p.v_token, before, count,
+                                  p.size);
     load_given<VALUES, VALUE_SIZE>(m.grads, p.of.grad + head * p.of.grad_head + token * p.of.grad_token,
                                    p.of.grad_token, before, count, p.size);
     load_whole(m.decays, p.decays[index]);

@@ -12,7 +12,8 @@
 constexpr int KEY_STEPS = KEY_SIZE / 16, VALUE_STEPS = VALUE_SIZE / 16;
 constexpr int WIDE = (VALUE_STEPS + WARPS - 1) / WARPS, TILE = 16 * WIDE * WARPS;  // columns of a warp, by 16
 constexpr int COLUMNS = CHUNK + PAD, VALUES = TILE + PAD, FLOATS = TILE + 4;
-constexpr int BLOCKS = 10, OWN = (BLOCKS + WARPS - 1) / WARPS;  // of 16 x 16 scores from the diagonal on; a warp's
+constexpr int BLOCKS = 10,
+              OWN = (BLOCKS + WARPS - 1) / WARPS;  // of 16 x 16 scores from the diagonal on; a warp's
 
 struct Memory {
     Stored queries[CHUNK * KEYS], keys[CHUNK * KEYS];
@@ -186,13 +187,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         __syncwarp();
         const i64 line = i64(p.heads) * p.size;
-        store_columns<WIDE, VALUES>(p.of.dv + token * line + i64(head) * p.size + own_column, line, grads, first,
-                                    count, p.size - own_column);
+        store_columns<WIDE, VALUES>(p.of.dv + token * line + i64(head) * p.size + own_column, line, grads,
+                                    first, count, p.size - own_column);
         __syncthreads();
 #if WEIGHTED
         for (int j = first + threadIdx.x; j < count; j += THREADS)
-            p.of.dweights[(token + j) * p.heads + head] = contract::canonical(
-                chain(m.values + j * VALUES, m.of_updates + j * FLOATS, p.size, 0.0f));
+            p.of.dweights[(token + j) * p.heads + head] =
+                contract::canonical(chain(m.values + j * VALUES, m.of_updates + j * FLOATS, p.size, 0.0f));
         __syncthreads();
 #endif
         if (n + 1 < p.shared) load(head + 1);

@@ -9,8 +9,9 @@ struct Params {
     const Stored *q, *grad;
     const float *beta, *skip, *state, *of_closed;
     unsigned char* records;
-    Stored *dv, *dq, *dk;            // [tokens, heads, size], or key heads
-    float *sums_of_dq, *sums_of_dk;  // [tokens, heads, key size], for delta_sums_backward.cu; null where none share keys
+    Stored *dv, *dq, *dk;  // [tokens, heads, size], or key heads
+    float *sums_of_dq,
+        *sums_of_dk;  // [tokens, heads, key size], for delta_sums_backward.cu; null where none share keys
     float *dg, *dbeta, *dweights, *dinitial;
     const int* spans;
     i64 q_token, q_head, grad_token, grad_head, beta_token, beta_head, words;

@@ -114,7 +114,8 @@ struct Rights {
     __device__ __forceinline__ void fetch(int step) {
 #pragma unroll
         for (int g = 0; g < Sums::GROUPS; ++g) {
-            const int keys = Sums::channel(g) / 16, place = TURNED ? step * (KEY_SIZE / 16) + keys : keys * STEPS + step;
+            const int keys = Sums::channel(g) / 16,
+                      place = TURNED ? step * (KEY_SIZE / 16) + keys : keys * STEPS + step;
             if (Sums::has(g)) ahead[step % AHEAD][g] = from[place * 32];
         }
     }

@@ -42,10 +42,12 @@ struct Gradients {
     const Stored* grad;
     const float* of_closed;
     // What the kernels leave for each other.
-    float* starts;    // [places, heads, size, key size], padded to 16: matrices at chunks' starts; null without dg
+    float*
+        starts;  // [places, heads, size, key size], padded to 16: matrices at chunks' starts; null without dg
     uint4* matrices;  // [places, heads]: gradients of those at chunks' ends, as Params::matrices
-    float* kept;      // [places, heads, key size]: of a chunk's last decay, by what the next matrix has of this one
-    float* rows;      // [2, tokens, heads, key size]: dq and dk of each head, where some share them
+    float*
+        kept;  // [places, heads, key size]: of a chunk's last decay, by what the next matrix has of this one
+    float* rows;  // [2, tokens, heads, key size]: dq and dk of each head, where some share them
     Stored *dq, *dk, *dv;
     float *dg, *dweights, *dinitial;
     i64 grad_token, grad_head;

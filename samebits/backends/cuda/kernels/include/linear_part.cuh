@@ -85,7 +85,8 @@ struct Part {
 
     // Carries the chains on over `count` rows: of keys, and of values times `by` of the row, rounded.
     template <int LINE, int VALUES>
-    __device__ __forceinline__ void add(const Stored* keys, const Stored* values, const float* by, int count) {
+    __device__ __forceinline__ void add(const Stored* keys, const Stored* values, const float* by,
+                                        int count) {
 #pragma unroll
         for (int j = 0; j < CHUNK; j += 16) {
             if (j >= count) break;
