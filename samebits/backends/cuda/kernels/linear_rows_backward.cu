@@ -7,7 +7,7 @@
 // Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and WEIGHTED are those of delta.cu.
 //   VALUE_SIZE  of v, up to a multiple of 16
 
-#include "delta_rows_sums.cuh"
+#include "delta_rows_sums.cuh"  // of what that has
 #include "linear.cuh"
 
 struct Memory {
