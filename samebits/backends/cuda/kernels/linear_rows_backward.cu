@@ -7,8 +7,8 @@
 // Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and WEIGHTED are those of delta.cu.
 //   VALUE_SIZE  of v, up to a multiple of 16
 
-#include "delta_rows_sums.cuh"  // of what that has
 #include "linear.cuh"
+#include "sums_of_rows.cuh"
 
 struct Memory {
     Stored keys[CHUNK * KEYS], queries[CHUNK * KEYS], values[CHUNK * VALUES];

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "delta_backward.cuh"
-#include "delta_rows_sums.cuh"
+#include "sums_of_rows.cuh"
 
 constexpr int BLOCK = 16;
 constexpr int TASKS = (CHUNK / BLOCK * KEY_SIZE + THREADS - 1) / THREADS;  // channels of blocks, of a thread

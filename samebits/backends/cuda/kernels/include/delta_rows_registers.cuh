@@ -2,7 +2,7 @@
 #pragma once
 
 #include "delta_backward.cuh"
-#include "delta_rows_sums.cuh"
+#include "sums_of_rows.cuh"
 
 struct Memory {
     Stored keys[CHUNK * KEYS], queries[CHUNK * KEYS], updates[CHUNK * VALUES];
