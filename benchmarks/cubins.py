@@ -509,7 +509,7 @@ def recurrent_layers() -> Iterator[Kernel]:
         if x is BF16 and not (by_channel or erases):
             of_linear = tuple(delta_schedules.catalogue_of_linear_gradients())
         for linear_gradients in of_linear:
-            for which in ("matrices", "values", "rows")[: 1 if linear_gradients.stages > 2 else 3]:
+            for which in ("matrices", "values", "rows")[: 1 if linear_gradients.keys > 32 else 3]:
                 options = {"hardware_exp2": True, "weighted": weighted}
                 yield linear_attention.gradients_spec(which, linear_gradients, x, 64, 40, **options), HOPPER
         for of_chunks in delta_schedules.catalogue_of_chunks() if x is BF16 and erases > by_channel else ():

@@ -270,7 +270,7 @@ def choose_linear(key_size: int, size: int, blocks: int, weighted: bool, device:
     """The schedule for sequences times heads `blocks`."""
     info = devices.device_info(device)
     states = [LinearStates(8 if size > 32 else 4, 64, stages, 2) for stages in (4, 3, 2)]
-    rows = [LinearRows(*shape) for shape in ((128, 4, 1, 8), (64, 4, 1, 8), (32, 2, 1, 8), (16, 1, 1, 8))]
+    rows = [LinearRows(*shape) for shape in ((128, 8, 1, 8), (64, 4, 1, 8), (32, 2, 1, 8), (16, 1, 1, 8))]
     fitting = (
         [s for s in states if s.memory(key_size, weighted) <= info.max_smem],
         [s for s in rows if s.tile < 2 * size and s.memory(key_size, weighted) <= info.max_smem] or rows[-1:],
@@ -288,18 +288,19 @@ class LinearGradients:
             fewer; a multiple of 16.
         stages: chunks in its shared memory, at least 2.
         heads: that a block takes, at most, of those that share one of keys, for gradients of values.
+        strips: of 16 columns that a warp of such a block has, or more where there are too few warps.
     """
 
     states: LinearStates
     keys: int
     stages: int
     heads: int
+    strips: int = 1
 
-    @staticmethod
-    def warps(which: str, size: int) -> int:
+    def warps(self, which: str, size: int) -> int:
         """Of a block of the kernel `which`: matrices (those with sums), values or rows."""
         steps = padded_size(size) // 16
-        wanted = {"matrices": steps, "values": -(-steps // 2), "rows": 8}[which]
+        wanted = {"matrices": steps, "values": -(-steps // self.strips), "rows": 8}[which]
         return min(8, 1 << (wanted - 1).bit_length())
 
     def threads(self, which: str, key_size: int, size: int) -> int:
@@ -334,8 +335,8 @@ class LinearGradients:
 
 def catalogue_of_linear_gradients() -> Iterator[LinearGradients]:
     """Every schedule, for proofs."""
-    for keys, stages in ((32, 2), (32, 3), (64, 2), (16, 2)):
-        yield LinearGradients(LinearStates(8, 64, stages, 2), keys, stages, 8)
+    for keys, stages, strips in ((32, 2, 1), (32, 3, 2), (64, 2, 1), (16, 2, 2)):
+        yield LinearGradients(LinearStates(8, 64, stages, 2), keys, stages, 8, strips)
 
 
 def choose_linear_gradients(

@@ -61,14 +61,14 @@ OF_GRADIENTS = [
 STATES = schedules.LinearStates(2, 32, 3)
 OF_LINEAR_GRADIENTS = [
     # tiles of keys, the last not full; heads that share keys; odd sizes; several strips of columns of a warp
-    ((torch.bfloat16, True, False, True, 1, 2, 48, 40), schedules.LinearGradients(STATES, 32, 2, 2)),
+    ((torch.bfloat16, True, False, True, 1, 2, 48, 40), schedules.LinearGradients(STATES, 32, 2, 2, 2)),
     ((torch.bfloat16, True, False, False, 1, 4, 32, 16), schedules.LinearGradients(STATES, 16, 3, 1)),
     (
         (torch.float16, True, False, True, 1, 1, 20, 17),
         schedules.LinearGradients(schedules.LinearStates(4, 32, 2, 2), 32, 2, 8),
     ),
     ((torch.bfloat16, True, "weighted", True, 2, 6, 80, 72), schedules.LinearGradients(STATES, 64, 2, 8)),
-    ((torch.float16, True, "weighted", True, 1, 3, 20, 17), schedules.LinearGradients(STATES, 16, 2, 8)),
+    ((torch.float16, True, "weighted", True, 1, 3, 20, 17), schedules.LinearGradients(STATES, 16, 2, 8, 2)),
     ((torch.bfloat16, True, "weighted", True, 1, 2, 21, 144), schedules.LinearGradients(STATES, 32, 2, 8)),
     ((torch.bfloat16, True, "weighted", True, 1, 1, 144, 24), schedules.LinearGradients(STATES, 32, 3, 8)),
 ]

@@ -11,8 +11,8 @@
 #include "linear.cuh"
 
 constexpr int KEY_STEPS = KEY_SIZE / 16, WIDE = TILE / 16 / WARPS, COLUMNS = CHUNK + PAD, VALUES = TILE + PAD;
-constexpr int BLOCKS = 10,
-              OWN = (BLOCKS + WARPS - 1) / WARPS;  // of 16 x 16 scores, up to the diagonal; a warp's
+constexpr int SCORES = 10,
+              OWN = (SCORES + WARPS - 1) / WARPS;  // of 16 x 16 scores, up to the diagonal; a warp's
 
 struct Memory {
     Stored queries[CHUNK * KEYS], keys[CHUNK * KEYS];
@@ -21,7 +21,9 @@ struct Memory {
     Decays decays[STAGES];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(const __grid_constant__ Params p) {
+constexpr int BLOCKS = sizeof(Memory) <= 113 << 10 ? 2 : 1;  // of a multiprocessor
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_rows(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
     const int place = blockIdx.x, first_head = blockIdx.y * p.shared, first_column = blockIdx.z * TILE;
@@ -66,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(const __gri
 #pragma unroll
     for (int x = 0; x < OWN; ++x) {
         const int block = warp + x * WARPS;
-        if (block >= BLOCKS) continue;
+        if (block >= SCORES) continue;
         const Stored *queries = m.queries + row_of(block) * KEYS, *keys = m.keys + column_of(block) * KEYS;
 #pragma unroll 4
         for (int d = 0; d < KEY_SIZE; d += 16) {
@@ -88,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(const __gri
 #pragma unroll
         for (int x = 0; x < OWN * 4; ++x) {
             const int block = warp + x / 4 * WARPS;
-            if (block >= BLOCKS) continue;
+            if (block >= SCORES) continue;
             const int i = row_of(block) + in_row + x % 2 * 8, j = column_of(block) + x / 2 % 2 * 8 + in_pair;
             float y[2];
 #pragma unroll

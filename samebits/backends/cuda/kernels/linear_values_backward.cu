@@ -12,8 +12,7 @@
 constexpr int KEY_STEPS = KEY_SIZE / 16, VALUE_STEPS = VALUE_SIZE / 16;
 constexpr int WIDE = (VALUE_STEPS + WARPS - 1) / WARPS, TILE = 16 * WIDE * WARPS;  // columns of a warp, by 16
 constexpr int COLUMNS = CHUNK + PAD, VALUES = TILE + PAD, FLOATS = TILE + 4;
-constexpr int BLOCKS = 10,
-              OWN = (BLOCKS + WARPS - 1) / WARPS;  // of 16 x 16 scores from the diagonal on; a warp's
+constexpr int SCORES = 10, OWN = (SCORES + WARPS - 1) / WARPS;  // of 16 x 16 from the diagonal on; a warp's
 
 struct Memory {
     Stored queries[CHUNK * KEYS], keys[CHUNK * KEYS];
@@ -28,7 +27,9 @@ struct Memory {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+constexpr int BLOCKS = sizeof(Memory) <= 113 << 10 ? 2 : 1;  // of a multiprocessor
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     linear_values_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int x = 0; x < OWN; ++x) {
         const int block = warp + x * WARPS;
-        if (block >= BLOCKS) continue;
+        if (block >= SCORES) continue;
         const Stored *keys = m.keys + column_of(block) * KEYS, *queries = m.queries + row_of(block) * KEYS;
 #pragma unroll 4
         for (int d = 0; d < KEY_SIZE; d += 16) {
@@ -99,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int x = 0; x < OWN * 4; ++x) {
             const int block = warp + x / 4 * WARPS;
-            if (block >= BLOCKS) continue;
+            if (block >= SCORES) continue;
             const int j = column_of(block) + in_row + x % 2 * 8, i = row_of(block) + x / 2 % 2 * 8 + in_pair;
             float y[2];
 #pragma unroll
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
 
         float results[WIDE][4][2][4] = {};  // of columns, rows
-#pragma unroll 2
+#pragma unroll 1
         for (int d = 0; d < KEY_STEPS; ++d) {
             u32 right[WIDE][4], left[4];
 #pragma unroll
