@@ -117,9 +117,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         c[0] = j < count ? __fmul_rn(c[0], m.decays.left[j]) : 0.0f;
         c[1] = j < count ? __fmul_rn(c[1], m.decays.left[j]) : 0.0f;
     });
-    __syncthreads();
-    next[0].put(m.rows);
     if (p.of.dg) {
+        __syncthreads();
+        next[0].put(m.rows);
         __syncthreads();
         const int x = threadIdx.x - CHUNK;
         if (x >= 0 && x < count) m.written[x] = chain(m.keys + x * KEYS, m.rows + x * LINE, p.key_size, 0.0f);
