@@ -288,7 +288,7 @@ class LinearGradients:
             fewer; a multiple of 16.
         stages: chunks in its shared memory, at least 2.
         heads: that a block takes, at most, of those that share one of keys, for gradients of values.
-        strips: of 16 columns that a warp of such a block has, or more where there are too few warps.
+        strips: of 16 columns that a warp of such a block has at a time.
     """
 
     states: LinearStates
@@ -302,6 +302,10 @@ class LinearGradients:
         steps = padded_size(size) // 16
         wanted = {"matrices": steps, "values": -(-steps // self.strips), "rows": 8}[which]
         return min(8, 1 << (wanted - 1).bit_length())
+
+    def tile(self, size: int) -> int:
+        """Columns of values that a block has at a time, for their gradients."""
+        return 16 * self.strips * self.warps("values", size)
 
     def threads(self, which: str, key_size: int, size: int) -> int:
         """Of a block. For matrices a lane of more warps has a channel."""
@@ -318,8 +322,7 @@ class LinearGradients:
             return self.stages * copied + 4 * (floats + CHUNK)
         scores = 2 * CHUNK * (CHUNK + 8)
         if which == "values":
-            warps = self.warps(which, size)
-            tile = -(-padded // (16 * warps)) * 16 * warps
+            tile = self.tile(size)
             shared = max(2 * tile * key_size, 4 * CHUNK * (tile + 4))
             return 2 * rows + (1 + weighted) * 2 * CHUNK * (tile + 8) + scores + shared + decays
         shared = max(2 * CHUNK * (padded + 8), 4 * CHUNK * (key_size + 4))

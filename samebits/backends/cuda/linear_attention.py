@@ -111,6 +111,8 @@ def gradients_spec(
     )
     if which == "matrices":
         constants += (("KEY_TILE", min(schedule.keys, key_size)), ("STAGES", schedule.stages))
+    elif which == "values":
+        constants += (("TILE", schedule.tile(size)),)
     name = f"linear_{which}_backward"
     return compiler.KernelSpec(
         *(f"{name}.cu", name, _PARAMS + _GRADIENTS, constants),

@@ -1,16 +1,18 @@
 // Gradients of linear attention without the delta rule: of values and weights of all chunks, side by side.
 //
-// docs/contract.md, "Recurrent layers", has the sums. A block takes one chunk and all columns of values, for some heads
-// that share one of keys, one after the other: products of keys and queries are theirs in common. It is linear_rows.cu
-// with keys in place of queries, and gradients in place of values.
+// docs/contract.md, "Recurrent layers", has the sums. A block takes one chunk, for some heads that share one of keys, one
+// after the other, and of each TILE columns of values after TILE: products of keys and queries are theirs in common. It is
+// linear_rows.cu with keys in place of queries, and gradients in place of values.
 //
 // Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and WEIGHTED are those of delta.cu.
 //   VALUE_SIZE  of v, up to a multiple of 16
+//   TILE        columns at a time, a multiple of 16 * WARPS
 
 #include "linear.cuh"
 
-constexpr int KEY_STEPS = KEY_SIZE / 16, VALUE_STEPS = VALUE_SIZE / 16;
-constexpr int WIDE = (VALUE_STEPS + WARPS - 1) / WARPS, TILE = 16 * WIDE * WARPS;  // columns of a warp, by 16
+constexpr int KEY_STEPS = KEY_SIZE / 16, VALUE_STEPS = VALUE_SIZE / 16, WIDE = TILE / 16 / WARPS;
+constexpr int TILES = (VALUE_SIZE + TILE - 1) / TILE,
+              ROWS = THREADS < CHUNK ? CHUNK / THREADS : 1;  // of a thread
 constexpr int COLUMNS = CHUNK + PAD, VALUES = TILE + PAD, FLOATS = TILE + 4;
 constexpr int SCORES = 10, OWN = (SCORES + WARPS - 1) / WARPS;  // of 16 x 16 from the diagonal on; a warp's
 
@@ -42,19 +44,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const i64 token = mine.token(chunk);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
 
-    const auto load = [&](int head) {
+    const auto load = [&](int n) {
+        const int head = first_head + n / TILES, step = n % TILES * (TILE / 16), column = step * 16;
         const i64 index = i64(place) * p.heads + head;
-        const uint4* from = p.of.matrices + index * VALUE_STEPS * KEY_STEPS * 32;
-        load_given<VALUES, VALUE_SIZE>(m.grads, p.of.grad + head * p.of.grad_head + token * p.of.grad_token,
-                                       p.of.grad_token, first, count, p.size);
+        load_given<VALUES, TILE>(m.grads,
+                                 p.of.grad + head * p.of.grad_head + token * p.of.grad_token + column,
+                                 p.of.grad_token, first, count, p.size - column);
+        const uint4* from = p.of.matrices + (index * VALUE_STEPS + step) * KEY_STEPS * 32;
+        const int steps = min(TILE / 16, VALUE_STEPS - step);
 #pragma unroll 4
-        for (int x = threadIdx.x; x < VALUE_STEPS * KEY_STEPS * 32; x += THREADS)
+        for (int x = threadIdx.x; x < steps * KEY_STEPS * 32; x += THREADS)
             cp_async_16(shared_address(m.matrix + x), from + x);
         load_whole(m.decays, p.decays[index]);
 #if WEIGHTED
-        load_rows<VALUES, VALUE_SIZE>(m.values, opened_updates(p, sequence, head), p.size,
-                                      p.v + head * p.v_head + token * p.v_token, p.v_token, first, count,
-                                      p.size);
+        load_rows<VALUES, TILE>(m.values, opened_updates(p, sequence, head) + column, p.size,
+                                p.v + head * p.v_head + token * p.v_token + column, p.v_token, first, count,
+                                p.size - column);
 #endif
         cp_async_commit();
     };
@@ -65,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                               p.k + key_head * p.k_head + token * p.k_token, p.k_token, first, count,
                               p.key_size);
     cp_async_commit();
-    load(first_head);
+    load(0);
 
     cp_async_wait<1>();
     __syncthreads();
@@ -90,10 +95,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (i / 16 < j / 16) m.scores[j * COLUMNS + i] = E::narrow(__fmul_rn(0.0f, p.scale));
     }
 
-    const int own_column = warp * WIDE * 16;
-    const auto has = [&](int x) { return VALUE_STEPS % WARPS == 0 || warp * WIDE + x < VALUE_STEPS; };
-    for (int n = 0; n < p.shared; ++n) {
-        const int head = first_head + n;
+    const int own_step = warp * WIDE;  // the first 16 columns of this warp, of the tile's
+#if WEIGHTED
+    float of_weights[ROWS];
+#endif
+    for (int n = 0; n < p.shared * TILES; ++n) {
+        const int head = first_head + n / TILES, tile = n % TILES, column = tile * TILE + own_step * 16;
+        const auto has = [&](int x) { return VALUE_SIZE % TILE == 0 || column + x * 16 < VALUE_SIZE; };
         cp_async_wait<0>();
         __syncthreads();
         const float* sums = m.decays.sums;
@@ -119,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int x = 0; x < WIDE; ++x) {
                 if (!has(x)) continue;
-                const uint4 both = m.matrix[((warp * WIDE + x) * KEY_STEPS + d) * 32 + lane];
+                const uint4 both = m.matrix[((own_step + x) * KEY_STEPS + d) * 32 + lane];
                 right[x][0] = both.x, right[x][1] = both.z, right[x][2] = both.y, right[x][3] = both.w;
             }
 #pragma unroll
@@ -142,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         }
         __syncthreads();
-        Stored* grads = m.grads + own_column;
+        Stored* grads = m.grads + own_step * 16;
 #pragma unroll 1
         for (int i = 0; i < count; i += 16) {
             u32 right[WIDE][4], left[4];
@@ -165,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         float skips[WIDE * 4];
 #pragma unroll
         for (int x = 0; x < WIDE * 4; ++x) {
-            const int e = own_column + x / 2 * 8 + in_pair + x % 2;
+            const int e = column + x / 2 * 8 + in_pair + x % 2;
             skips[x] = p.skip && e < p.size ? p.skip[i64(head) * p.size + e] : 0.0f;
         }
 #endif
@@ -176,7 +184,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             const int j = x / 4 % 4 * 16 + x % 2 * 8 + in_row, e = group * 8 + in_pair;
             float y[2] = {c[0], c[1]};
 #if WEIGHTED
-            *reinterpret_cast<float2*>(m.of_updates + j * FLOATS + own_column + e) = make_float2(c[0], c[1]);
+            *reinterpret_cast<float2*>(m.of_updates + j * FLOATS + own_step * 16 + e) =
+                make_float2(c[0], c[1]);
 #pragma unroll
             for (int of = 0; of < 2; ++of) {
                 y[of] = __fmul_rn(y[of], m.decays.weights[j]);
@@ -188,15 +197,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
         __syncwarp();
         const i64 line = i64(p.heads) * p.size;
-        store_columns<WIDE, VALUES>(p.of.dv + token * line + i64(head) * p.size + own_column, line, grads,
-                                    first, count, p.size - own_column);
+        store_columns<WIDE, VALUES>(p.of.dv + token * line + i64(head) * p.size + column, line, grads, first,
+                                    count, p.size - column);
         __syncthreads();
 #if WEIGHTED
-        for (int j = first + threadIdx.x; j < count; j += THREADS)
-            p.of.dweights[(token + j) * p.heads + head] =
-                contract::canonical(chain(m.values + j * VALUES, m.of_updates + j * FLOATS, p.size, 0.0f));
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const int j = threadIdx.x + r * THREADS;
+            if (j < first || j >= count) continue;
+            of_weights[r] = chain(m.values + j * VALUES, m.of_updates + j * FLOATS,
+                                  min(TILE, p.size - tile * TILE), tile ? of_weights[r] : 0.0f);
+            if (tile == TILES - 1)
+                p.of.dweights[(token + j) * p.heads + head] = contract::canonical(of_weights[r]);
+        }
         __syncthreads();
 #endif
-        if (n + 1 < p.shared) load(head + 1);
+        if (n + 1 < p.shared * TILES) load(n + 1);
     }
 }
