@@ -47,14 +47,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * CHAINS, BLOCKS)
     linear_matrices_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
-    const int warp = threadIdx.x / 32, head = blockIdx.y, sequence = blockIdx.z;
+    const int head = blockIdx.y, sequence = blockIdx.z;
     const int first_key = blockIdx.x * KEY_TILE, keys = min(KEY_SIZE - first_key, KEY_TILE);
     const Chunks mine(p, sequence, rows_before(p, sequence));
     const int last = mine.rows > mine.before ? mine.number() - 1 : -1;
     const int full = mine.before / CHUNK;  // chunks that were full before this call
     const i64 place = first_chunk(mine.begin, sequence);
     const i64 own = (i64(sequence) * p.heads + head) * p.key_size * p.size;
-    const bool sums = warp < WARPS;
+    const int d = int(threadIdx.x) - THREADS;  // the channel of a lane of CHAINS
+    const bool multiplies = d < 0;
     const auto index = [&](int chunk) { return (place + chunk) * p.heads + head; };
 
     const Stored* q = p.q + head / p.group * p.q_head + first_key;
@@ -70,9 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * CHAINS, BLOCKS)
         const float* starts = p.of.starts + index(chunk) * VALUE_SIZE * KEY_SIZE + first_key;
 #pragma unroll 4
         for (int x = threadIdx.x; p.of.starts && x < VALUE_SIZE * KEY_TILE / 4; x += THREADS) {
-            const int e = x / (KEY_TILE / 4), d = x % (KEY_TILE / 4) * 4;
-            if (d < keys)
-                cp_async_16(shared_address(m.starts[stage] + e * FLOATS + d), starts + e * KEY_SIZE + d);
+            const int e = x / (KEY_TILE / 4), at = x % (KEY_TILE / 4) * 4;
+            if (at < keys)
+                cp_async_16(shared_address(m.starts[stage] + e * FLOATS + at), starts + e * KEY_SIZE + at);
         }
     };
 
@@ -80,14 +81,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * CHAINS, BLOCKS)
     strips.each([&](Part<WIDE>& part) { part.read(p, p.of.of_closed ? p.of.of_closed + own : nullptr); });
 
     for (int chunk = last; chunk > last - (STAGES - 1); --chunk) {
-        if (sums && chunk >= full) load(chunk);
+        if (multiplies && chunk >= full) load(chunk);
         cp_async_commit();
     }
     for (int chunk = last; chunk >= full; --chunk) {
         const int stage = chunk % STAGES, count = mine.count(chunk);
         cp_async_wait<STAGES - 2>();
         __syncthreads();
-        if (sums && chunk - (STAGES - 1) >= full) load(chunk - (STAGES - 1));
+        if (multiplies && chunk - (STAGES - 1) >= full) load(chunk - (STAGES - 1));
         cp_async_commit();
         const float kept = exp2_of(m.sums[stage][CHUNK - 1]);
         for (int i = threadIdx.x; i < CHUNK; i += THREADS + 32 * CHAINS)
@@ -101,14 +102,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * CHAINS, BLOCKS)
             part.scale(kept);
             part.add<LINE, VALUES>(m.queries[stage], m.grads[stage] + part.first_column, m.since, count);
         });
-        const int channel = (warp - WARPS) * 32 + threadIdx.x % 32;
-        if (sums || !p.of.starts || channel >= KEY_TILE || first_key + channel >= p.key_size) continue;
-        const float *starts = m.starts[stage] + channel, *matrix = m.matrix + channel;
-        float sum = 0.0f;
+        if (d >= 0 && d < min(KEY_TILE, p.key_size - first_key) && p.of.starts) {
+            float sum = 0.0f;
 #pragma unroll 16
-        for (int e = 0; e < p.size; ++e)
-            sum = __fmaf_rn(starts[e * FLOATS], __fmul_rn(matrix[e * FLOATS], kept), sum);
-        p.of.kept[index(chunk) * p.key_size + first_key + channel] = sum;
+            for (int e = 0; e < p.size; ++e) {
+                const float of_matrix = __fmul_rn(m.matrix[e * FLOATS + d], kept);
+                sum = __fmaf_rn(m.starts[stage][e * FLOATS + d], of_matrix, sum);
+            }
+            p.of.kept[index(chunk) * p.key_size + first_key + d] = sum;
+        }
     }
     if (p.of.dinitial) strips.each([&](Part<WIDE>& part) { part.write(p, p.of.dinitial + own, true); });
 }
