@@ -47,6 +47,7 @@ from samebits.backends.cuda import (
     grouped,
     linear_attention,
     linear_logp_sm90,
+    linear_schedules,
     logp,
     losses,
     norm_gradients,
@@ -498,7 +499,7 @@ def recurrent_layers() -> Iterator[Kernel]:
         if by_channel and erases:
             yield delta.prepare_spec(x, 64, tensor_core=x is BF16, hardware_exp2=x is BF16), HOPPER
         for linear in (
-            delta_schedules.catalogue_of_linear() if x is BF16 and not (by_channel or erases) else ()
+            linear_schedules.catalogue_of_linear() if x is BF16 and not (by_channel or erases) else ()
         ):
             options = {"hardware_exp2": True, "weighted": weighted}
             for part in (linear.states, linear.rows):
@@ -507,7 +508,7 @@ def recurrent_layers() -> Iterator[Kernel]:
             yield linear_attention.kernel_spec(linear.states, F16, 80, keep=True, **options), HOPPER
         of_linear: tuple[Any, ...] = ()
         if x is BF16 and not (by_channel or erases):
-            of_linear = tuple(delta_schedules.catalogue_of_linear_gradients())
+            of_linear = tuple(linear_schedules.catalogue_of_linear_gradients())
         for linear_gradients in of_linear:
             for which in ("matrices", "values", "rows")[: 1 if linear_gradients.keys > 32 else 3]:
                 options = {"hardware_exp2": True, "weighted": weighted}

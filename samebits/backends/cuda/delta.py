@@ -26,18 +26,20 @@ from samebits.backends.cuda.delta_schedules import (
     STEP_KEYS,
     DeltaChunks,
     DeltaGradients,
-    Linear,
-    LinearGradients,
     Schedule,
     Step,
     chains_memory,
     choose,
-    choose_linear_gradients,
     choose_of_gradients,
     choose_step,
-    padded_size,
     prepared_memory,
     takes_chunks,
+)
+from samebits.backends.cuda.linear_schedules import (
+    Linear,
+    LinearGradients,
+    choose_linear_gradients,
+    padded_size,
 )
 from samebits.backends.cuda.operands import TYPES, address
 from samebits.backends.delta import Delta, layout

@@ -21,11 +21,13 @@ from samebits.backends.cuda.delta_schedules import (
     SCORE_BYTES,
     SYSTEM_BYTES,
     DeltaChunks,
+    choose_chunks,
+)
+from samebits.backends.cuda.linear_schedules import (
     Linear,
     LinearGradients,
     LinearRows,
     LinearStates,
-    choose_chunks,
     choose_linear,
     padded_size,
 )

@@ -266,13 +266,19 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
     def call(*operands: Tensor, schedule: int | None = None) -> Results:
         if schedule is None:
             return run(*operands)
-        from samebits.backends.cuda import delta, delta_schedules, devices, linear_attention
+        from samebits.backends.cuda import (
+            delta,
+            delta_schedules,
+            devices,
+            linear_attention,
+            linear_schedules,
+        )
 
         schedules, of_gradients = [*delta_schedules.catalogue()], [*delta_schedules.catalogue_of_gradients()]
         forward, gradients = schedules[number % len(schedules)], of_gradients[number % len(of_gradients)]
         choose, choose_of_gradients = delta_schedules.choose, delta_schedules.choose_of_gradients
-        of_linear = [*delta_schedules.catalogue_of_linear()]
-        linear, choose_linear = of_linear[number // 3 % len(of_linear)], delta_schedules.choose_linear
+        of_linear = [*linear_schedules.catalogue_of_linear()]
+        linear, choose_linear = of_linear[number // 3 % len(of_linear)], linear_schedules.choose_linear
         choose_chunks = delta_schedules.choose_chunks
 
         def chosen(dtype: torch.dtype, key_size: int, *rest: Any) -> delta_schedules.Schedule:
@@ -290,7 +296,7 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
             fits = fits and gradients.takes(key_size, tensor_core, of_rule, by_channel)
             return gradients if fits else choose_of_gradients(dtype, key_size, size, *rest)
 
-        def chosen_linear(key_size: int, *rest: Any) -> delta_schedules.Linear:
+        def chosen_linear(key_size: int, *rest: Any) -> linear_schedules.Linear:
             *_, weighted, device = rest
             needs = max(part.memory(key_size, weighted) for part in (linear.states, linear.rows))
             fits = needs <= devices.device_info(device).max_smem
@@ -298,14 +304,14 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
 
         def chosen_linear_gradients(
             key_size: int, size: int, *rest: Any
-        ) -> delta_schedules.LinearGradients | None:
+        ) -> linear_schedules.LinearGradients | None:
             *_, weighted, device = rest
-            every: tuple[Any, ...] = (*delta_schedules.catalogue_of_linear_gradients(), None)
+            every: tuple[Any, ...] = (*linear_schedules.catalogue_of_linear_gradients(), None)
             found = every[number // 3 % len(every)]  # the last: by records
             if found is None:
                 return None
             fits = found.most_memory(key_size, size, weighted) <= devices.device_info(device).max_smem
-            return found if fits else delta_schedules.choose_linear_gradients(key_size, size, *rest)
+            return found if fits else linear_schedules.choose_linear_gradients(key_size, size, *rest)
 
         def chosen_chunks(key_size: int, *rest: Any) -> delta_schedules.DeltaChunks:
             of_chunks = delta_schedules.catalogue_of_chunks()

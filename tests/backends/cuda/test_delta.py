@@ -19,6 +19,16 @@ from samebits.backends.cuda import delta as kernels
 from samebits.backends.cuda import delta_schedules as schedules
 from samebits.backends.cuda import linear_attention
 from samebits.backends.cuda.compiler import KernelSpec
+from samebits.backends.cuda.linear_schedules import (
+    Linear,
+    LinearGradients,
+    LinearRows,
+    LinearStates,
+    catalogue_of_linear,
+    catalogue_of_linear_gradients,
+    choose_linear,
+    choose_linear_gradients,
+)
 from samebits.backends.delta import Delta, Steps
 from samebits.backends.recurrent import Layout, RecurrentState
 from samebits.backends.reference import delta as reference
@@ -169,7 +179,7 @@ def test_every_size_of_whole_chunks_has_a_schedule_that_fits(
 
 
 OF_LINEAR = list(
-    dict.fromkeys(part for linear in schedules.catalogue_of_linear() for part in (linear.states, linear.rows))
+    dict.fromkeys(part for linear in catalogue_of_linear() for part in (linear.states, linear.rows))
 )
 
 
@@ -179,12 +189,12 @@ OF_LINEAR = list(
     [
         (linear_attention.BEGIN, False),
         *((part, False) for part in OF_LINEAR),
-        *((part, True) for part in OF_LINEAR if isinstance(part, schedules.LinearStates)),
+        *((part, True) for part in OF_LINEAR if isinstance(part, LinearStates)),
     ],
     ids=str,
 )
 def test_linear_attention_compiles_without_spills(
-    part: schedules.LinearStates | schedules.LinearRows | str, keep: bool, weighted: bool
+    part: LinearStates | LinearRows | str, keep: bool, weighted: bool
 ) -> None:
     options = {"hardware_exp2": True, "weighted": weighted, "keep": keep}
     spec = linear_attention.kernel_spec(part, torch.bfloat16, 128, **options)
@@ -196,10 +206,10 @@ def test_every_size_of_linear_attention_has_a_schedule_that_fits(
     kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu_with(84, kib, monkeypatch)
-    known = [*schedules.catalogue_of_linear()]
+    known = [*catalogue_of_linear()]
     sizes = (16, 128, 256), (1, 17, 64, 128, 256)
     for key_size, size, blocks, weighted in itertools.product(*sizes, (1, 1000), (False, True)):
-        found = schedules.choose_linear(key_size, size, blocks, weighted, 0)
+        found = choose_linear(key_size, size, blocks, weighted, 0)
         for part in (found.states, found.rows):
             assert part.memory(key_size, weighted) <= kib << 10
         assert found.states in [s.states for s in known]
@@ -228,14 +238,14 @@ def test_gradients_compile_without_spills(
 @pytest.mark.parametrize(
     ("which", "schedule"),
     [
-        *(("matrices", schedule) for schedule in schedules.catalogue_of_linear_gradients()),
-        *(("values", schedule) for schedule in [*schedules.catalogue_of_linear_gradients()][:2]),
-        ("rows", next(schedules.catalogue_of_linear_gradients())),
+        *(("matrices", schedule) for schedule in catalogue_of_linear_gradients()),
+        *(("values", schedule) for schedule in [*catalogue_of_linear_gradients()][:2]),
+        ("rows", next(catalogue_of_linear_gradients())),
     ],
     ids=str,
 )
 def test_gradients_of_linear_attention_compile_without_spills(
-    which: str, schedule: schedules.LinearGradients, weighted: bool
+    which: str, schedule: LinearGradients, weighted: bool
 ) -> None:
     options = {"hardware_exp2": True, "weighted": weighted}
     spec = linear_attention.gradients_spec(which, schedule, torch.bfloat16, 128, 128, **options)
@@ -248,16 +258,16 @@ def test_gradients_of_linear_attention_compile_without_spills(
 def test_which_gradients_of_linear_attention_fit(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper all do; heads of 128 leave chunks in records where a block has 99 KiB."""
     on_gpu_with(132, kib, monkeypatch)
-    known = {(s.keys, s.stages) for s in schedules.catalogue_of_linear_gradients()}
+    known = {(s.keys, s.stages) for s in catalogue_of_linear_gradients()}
     sizes = (16, 64, 128, 256), (1, 17, 64, 128, 256), (1, 32, 256), (False, True)
     for key_size, size, blocks, weighted in itertools.product(*sizes):
-        found = schedules.choose_linear_gradients(key_size, size, blocks, weighted, 0)
+        found = choose_linear_gradients(key_size, size, blocks, weighted, 0)
         if found is not None:
             assert found.most_memory(key_size, size, weighted) <= kib << 10
             assert (found.keys, found.stages) in known
         assert found is not None or kib < 227
     if kib == 227:
-        stages = [schedules.choose_linear_gradients(128, 128, blocks, True, 0).stages for blocks in (32, 256)]  # type: ignore[union-attr]
+        stages = [choose_linear_gradients(128, 128, blocks, True, 0).stages for blocks in (32, 256)]  # type: ignore[union-attr]
         assert stages == [3, 2]
 
 
@@ -524,11 +534,9 @@ def test_every_schedule_has_the_references_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("form", "schedule"), in_turns([*schedules.catalogue_of_linear(), None], LINEAR_FORMS)
-)
+@pytest.mark.parametrize(("form", "schedule"), in_turns([*catalogue_of_linear(), None], LINEAR_FORMS))
 def test_every_schedule_of_linear_attention_has_the_references_bits(
-    form: tuple[object, ...], schedule: schedules.Linear | None
+    form: tuple[object, ...], schedule: Linear | None
 ) -> None:
     if schedule is not None:
         kernels_of = schedule.states, schedule.rows
@@ -624,17 +632,17 @@ def test_every_step_has_the_references_bits(make: Any, form: tuple[object, ...])
     ("form", "schedule"),
     [
         *in_turns([*schedules.catalogue_of_gradients()]),
-        *in_turns([*schedules.catalogue_of_linear_gradients(), None], LINEAR_FORMS),
+        *in_turns([*catalogue_of_linear_gradients(), None], LINEAR_FORMS),
     ],
 )
 def test_gradients_have_the_references_bits(
-    form: tuple[object, ...], schedule: schedules.DeltaGradients | schedules.LinearGradients | None
+    form: tuple[object, ...], schedule: schedules.DeltaGradients | LinearGradients | None
 ) -> None:
     """From matrices, and from where a state goes on."""
     on_cpu = operands(form)
     padded, size = -(-on_cpu.q.shape[2] // 16) * 16, on_cpu.v.shape[2]
     fits = True
-    if isinstance(schedule, schedules.LinearGradients):
+    if isinstance(schedule, LinearGradients):
         fits = schedule.most_memory(padded, size, on_cpu.weighted) <= 227 << 10
     elif schedule is not None:
         memory = schedule.memory(on_cpu.q.dtype, padded, size, bool(form[1]), on_cpu.by_channel)

@@ -12,6 +12,12 @@ from torch import Tensor
 from samebits.backends.cuda import delta as kernels
 from samebits.backends.cuda import delta_schedules as schedules
 from samebits.backends.cuda import linear_attention, matmul
+from samebits.backends.cuda.linear_schedules import (
+    Linear,
+    LinearGradients,
+    LinearRows,
+    LinearStates,
+)
 from samebits.backends.delta import Delta
 from samebits.backends.recurrent import RecurrentState
 from samebits.backends.reference import delta as reference
@@ -58,19 +64,34 @@ OF_GRADIENTS = [
     ((torch.float16, True, True, True, 1, 2, 20, 17), schedules.DeltaGradients(32, True, 2, True)),
     ((torch.bfloat16, True, True, True, 2, 2, 48, 72), schedules.DeltaGradients(64, True, 2, True)),
 ]
-STATES = schedules.LinearStates(2, 32, 3)
+STATES = LinearStates(2, 32, 3)
 OF_LINEAR_GRADIENTS = [
     # tiles of keys, the last not full; heads that share keys; odd sizes; several strips of columns of a warp
-    ((torch.bfloat16, True, False, True, 1, 2, 48, 40), schedules.LinearGradients(STATES, 32, 2, 2, 2)),
-    ((torch.bfloat16, True, False, False, 1, 4, 32, 16), schedules.LinearGradients(STATES, 16, 3, 1)),
+    (
+        (torch.bfloat16, True, False, True, 1, 2, 48, 40),
+        LinearGradients(STATES, 32, 2, 2, 2),
+    ),
+    ((torch.bfloat16, True, False, False, 1, 4, 32, 16), LinearGradients(STATES, 16, 3, 1)),
     (
         (torch.float16, True, False, True, 1, 1, 20, 17),
-        schedules.LinearGradients(schedules.LinearStates(4, 32, 2, 2), 32, 2, 8),
+        LinearGradients(LinearStates(4, 32, 2, 2), 32, 2, 8),
     ),
-    ((torch.bfloat16, True, "weighted", True, 2, 6, 80, 72), schedules.LinearGradients(STATES, 64, 2, 8)),
-    ((torch.float16, True, "weighted", True, 1, 3, 20, 17), schedules.LinearGradients(STATES, 16, 2, 8, 2)),
-    ((torch.bfloat16, True, "weighted", True, 1, 2, 21, 144), schedules.LinearGradients(STATES, 32, 2, 8)),
-    ((torch.bfloat16, True, "weighted", True, 1, 1, 144, 24), schedules.LinearGradients(STATES, 32, 3, 8)),
+    (
+        (torch.bfloat16, True, "weighted", True, 2, 6, 80, 72),
+        LinearGradients(STATES, 64, 2, 8),
+    ),
+    (
+        (torch.float16, True, "weighted", True, 1, 3, 20, 17),
+        LinearGradients(STATES, 16, 2, 8, 2),
+    ),
+    (
+        (torch.bfloat16, True, "weighted", True, 1, 2, 21, 144),
+        LinearGradients(STATES, 32, 2, 8),
+    ),
+    (
+        (torch.bfloat16, True, "weighted", True, 1, 1, 144, 24),
+        LinearGradients(STATES, 32, 3, 8),
+    ),
 ]
 SCHEDULES = [schedules.Schedule(16, 16, 4, 1), schedules.Schedule(32, 64, 8, 2)]
 LINEAR_FORMS = [
@@ -82,11 +103,11 @@ LINEAR_FORMS = [
     (torch.float16, True, "weighted", True, 1, 3, 20, 17),
 ]
 LINEAR = [  # a schedule for each
-    schedules.Linear(schedules.LinearStates(2, 32, 3), schedules.LinearRows(32, 2, 1, 8)),
-    schedules.Linear(schedules.LinearStates(1, 64, 2), schedules.LinearRows(32, 1, 2, 4)),
-    schedules.Linear(schedules.LinearStates(4, 32, 4, 2), schedules.LinearRows(64, 2, 2, 1)),
-    schedules.Linear(schedules.LinearStates(2, 32, 2), schedules.LinearRows(32, 1, 2, 8)),
-    schedules.Linear(schedules.LinearStates(1, 16, 3), schedules.LinearRows(16, 1, 1, 8)),
+    Linear(LinearStates(2, 32, 3), LinearRows(32, 2, 1, 8)),
+    Linear(LinearStates(1, 64, 2), LinearRows(32, 1, 2, 4)),
+    Linear(LinearStates(4, 32, 4, 2), LinearRows(64, 2, 2, 1)),
+    Linear(LinearStates(2, 32, 2), LinearRows(32, 1, 2, 8)),
+    Linear(LinearStates(1, 16, 3), LinearRows(16, 1, 1, 8)),
 ]
 CHUNK_FORMS = [
     # two tiles of values, the last of one warp; heads that share keys; odd sizes; all channels of a key
@@ -126,7 +147,7 @@ def test_forward(form: tuple[object, ...], schedule: schedules.Schedule) -> None
 
 
 def assert_same_forward(
-    form: tuple[object, ...], schedule: schedules.Schedule | schedules.Linear | schedules.DeltaChunks
+    form: tuple[object, ...], schedule: schedules.Schedule | Linear | schedules.DeltaChunks
 ) -> None:
     """The results of one call and of several, the matrices after it, and the states that these leave."""
     x = operands(form)
@@ -146,7 +167,7 @@ def assert_same_forward(
 
 
 @pytest.mark.parametrize(("form", "schedule"), [*zip(LINEAR_FORMS, LINEAR, strict=True)], ids=str)
-def test_forward_without_the_delta_rule(form: tuple[object, ...], schedule: schedules.Linear) -> None:
+def test_forward_without_the_delta_rule(form: tuple[object, ...], schedule: Linear) -> None:
     assert_same_forward(form, schedule)
 
 
@@ -268,12 +289,12 @@ def test_which_kernel_takes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_sequences_of_one_length(
     form: tuple[object, ...],
-    schedule: schedules.Schedule | schedules.Linear | schedules.DeltaChunks,
+    schedule: schedules.Schedule | Linear | schedules.DeltaChunks,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They need no spans, forward and backward."""
     monkeypatch.setattr(kernels, "choose", lambda *_: schedule)
-    of_gradients = OF_LINEAR_GRADIENTS[0][1] if isinstance(schedule, schedules.Linear) else GRADIENTS[0]
+    of_gradients = OF_LINEAR_GRADIENTS[0][1] if isinstance(schedule, Linear) else GRADIENTS[0]
     x = operands(form)
     tokens = torch.cat([torch.arange(begin, begin + 66) for begin in (2, 77)])
     q, k, v, g, beta = (None if t is None else t[tokens] for t in (x.q, x.k, x.v, x.g, x.beta))
@@ -320,7 +341,7 @@ def test_forward_where_all_decays(
 @pytest.mark.parametrize(("form", "schedule"), OF_GRADIENTS + OF_LINEAR_GRADIENTS, ids=str)
 def test_backward(
     form: tuple[object, ...],
-    schedule: schedules.DeltaGradients | schedules.LinearGradients,
+    schedule: schedules.DeltaGradients | LinearGradients,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From matrices, and from where a state goes on."""
