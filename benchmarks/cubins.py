@@ -38,6 +38,7 @@ from samebits.backends.cuda import (
     columns,
     compiler,
     delta,
+    delta_prepare,
     delta_schedules,
     embeddings,
     exchange,
@@ -497,7 +498,7 @@ def recurrent_layers() -> Iterator[Kernel]:
                         HOPPER,
                     )
         if by_channel and erases:
-            yield delta.prepare_spec(x, 64, tensor_core=x is BF16, hardware_exp2=x is BF16), HOPPER
+            yield delta_prepare.kernel_spec(x, 64, tensor_core=x is BF16, hardware_exp2=x is BF16), HOPPER
         for linear in (
             linear_schedules.catalogue_of_linear() if x is BF16 and not (by_channel or erases) else ()
         ):

@@ -128,9 +128,6 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype)
 
-    def prepare(_: int, *args: Any, **options: Any) -> HostKernel:
-        return HostKernel(host.prepare_spec(*args, **options))
-
     def sort(_: int, *args: Any) -> HostKernel:
         return HostKernel(host.sort_spec(*args))
 
@@ -138,8 +135,6 @@ def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
         return torch.zeros(tuple(shape), dtype=dtype)
 
     monkeypatch.setattr(host, "_kernel", kernel)
-    if hasattr(host, "_prepare_kernel"):
-        monkeypatch.setattr(host, "_prepare_kernel", prepare)
     if hasattr(host, "_gradients_kernel"):
         monkeypatch.setattr(host, "_gradients_kernel", of_gradients)
     if hasattr(host, "_sums_kernel"):

@@ -20,6 +20,13 @@ from torch import Tensor
 
 from samebits.backends.arch import SM_80
 from samebits.backends.cuda import compiler, linear_attention, matmul, runtime, ssd_steps
+from samebits.backends.cuda.delta_prepare import (
+    dense,
+    places_of,
+    prepare,
+    spans_of,
+    takes_hardware_exp2,
+)
 from samebits.backends.cuda.delta_schedules import (
     FEW,
     GRADIENT_SCORE_BYTES,
@@ -32,7 +39,6 @@ from samebits.backends.cuda.delta_schedules import (
     choose,
     choose_of_gradients,
     choose_step,
-    prepared_memory,
     takes_chunks,
 )
 from samebits.backends.cuda.linear_schedules import (
@@ -44,9 +50,9 @@ from samebits.backends.cuda.linear_schedules import (
 from samebits.backends.cuda.operands import TYPES, address
 from samebits.backends.delta import Delta, layout
 from samebits.backends.recurrent import CHUNK
-from samebits.contract import INTERPOLATION, contract_from_key
+from samebits.contract import contract_from_key
 
-__all__ = ["backward", "forward", "gradients_spec", "kernel_spec", "prepare_spec", "step_spec"]
+__all__ = ["backward", "forward", "gradients_spec", "kernel_spec", "step_spec"]
 
 _PARAMS = "13P13q12ifP"
 """``struct Params`` of the forward's kernels."""
@@ -143,54 +149,6 @@ def step_spec(
 _step_kernel = runtime.loader(step_spec)
 
 
-def prepare_spec(
-    dtype: torch.dtype, key_size: int, *, tensor_core: bool, hardware_exp2: bool
-) -> compiler.KernelSpec:
-    """The kernel of ``delta_prepare.cu`` for keys of `key_size`, a multiple of 16."""
-    constants = (
-        *(("TYPE", TYPES[dtype]), ("TENSOR_CORE", int(tensor_core))),
-        *(("KEY_SIZE", key_size), ("HARDWARE_EXP2", int(hardware_exp2))),
-    )
-    smem = prepared_memory(dtype, key_size)
-    return compiler.KernelSpec(
-        *("delta_prepare.cu", "delta_prepare", "7P7q8if", constants), block=256, smem=smem, oldest=SM_80
-    )
-
-
-_prepare_kernel = runtime.loader(prepare_spec)
-
-
-def _prepared(x: Delta, state: Tensor | None, records: Tensor | None, *, tensor_core: bool) -> Tensor:
-    """What a pass over the chunks of a call with a decay for each channel multiplies: ``struct Prepared``."""
-    assert x.g is not None
-    device, dtype = x.q.get_device(), x.q.dtype
-    q, k, g = map(_dense, (x.q, x.k, x.g))
-    (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
-    padded, places = padded_size(key_size), _places(x)
-    floats, stored = CHUNK * (padded + CHUNK) + padded, CHUNK * (CHUNK + 3 * padded)
-    each = floats + stored * dtype.itemsize // 4
-    found = runtime.empty((places * heads * each,), torch.float32, device)
-    kernel = _prepare_kernel(
-        device, dtype, padded, tensor_core=tensor_core, hardware_exp2=_hardware_exp2(tensor_core, device)
-    )
-    own = layout("delta", heads, key_size, size, dtype, True)
-    kernel.launch(
-        (places, heads, 1),
-        *map(address, (q, k, g, state, found, records, _spans(x))),
-        *(n for t in (q, k, g) for n in t.stride()[:2]),
-        own.words if state is None else state.stride(0),
-        *(own.offset("keys"), own.offset("decays")),
-        *(key_size, size, heads, heads // key_heads, tokens, len(x.spans)),
-        1.0 if records is None else x.scale,
-    )
-    return found
-
-
-def _places(x: Delta) -> int:
-    """Of chunks: see ``first_chunk`` of the kernels."""
-    return x.q.shape[0] // CHUNK + 2 * len(x.spans)
-
-
 def forward(
     x: Delta,
     state: Tensor | None,
@@ -232,7 +190,7 @@ def _run(
     device = x.q.get_device()
     matmul.check_contract(x.contract, device)
     tensor_core = contract_from_key(x.contract).step == "mma"
-    q, k, v = map(_dense, (x.q, x.k, x.v))
+    q, k, v = map(dense, (x.q, x.k, x.v))
     tokens, heads, size = v.shape
     key_heads, key_size = q.shape[1:]
     sequences = len(x.spans)
@@ -243,7 +201,7 @@ def _run(
         size * v.itemsize,  # the first column of a tile
     )
     padded = padded_size(key_size)
-    hardware_exp2, delta = _hardware_exp2(tensor_core, device), x.beta is not None
+    hardware_exp2, delta = takes_hardware_exp2(tensor_core, device), x.beta is not None
     few = tokens <= FEW * sequences
     linear = _goes_by_chunks(x, tensor_core) and (delta or records is None) and not (few and records is None)
     if schedule is None and tensor_core and closed is None and _is_step(x, q, k, state, out):
@@ -257,7 +215,7 @@ def _run(
         of = x.q.dtype, padded, size, sequences * heads
         schedule = choose(*of, few, tensor_core, x.by_channel, device, weighted)
     if x.by_channel and prepared is None and not isinstance(schedule, Step):
-        prepared = _prepared(x, state, None, tensor_core=tensor_core)
+        prepared = prepare(x, state, None, tensor_core=tensor_core)
     if records is not None and state is not None:
         state = state.clone()  # which is updated
     rule: dict[str, Any] = {"delta": delta, "weighted": weighted, "by_channel": x.by_channel}
@@ -277,12 +235,12 @@ def _run(
     own = layout("delta", heads, key_size, size, x.q.dtype, x.by_channel, weighted)
     parts = ("matrix", "keys", "updates", "decays", "weights" if weighted else "decays", "marks")
     strides = [n for t in (q, k, v) for n in t.stride()[:2]]
-    g = x.g if x.g is None or not x.by_channel else _dense(x.g)
+    g = x.g if x.g is None or not x.by_channel else dense(x.g)
     strides += [n for t in (g, x.beta, x.weights) for n in ((0, 0) if t is None else t.stride()[:2])]
     kernel.launch(
         (-(-size // schedule.tile), heads, sequences),
         *map(address, (q, k, v, g, x.beta, x.weights, x.skip, initial)),
-        *map(address, (state, closed, out, _spans(x), records)),
+        *map(address, (state, closed, out, spans_of(x), records)),
         *strides,
         own.words if state is None else state.stride(0),
         *(own.offset(name) for name in parts),
@@ -291,18 +249,6 @@ def _run(
         address(prepared),
         *(() if x.steps is None else ssd_steps.values_of(x.steps)),
     )
-
-
-def _spans(x: Delta) -> Tensor | None:
-    return x.spans if x.spans.shape[1] else None
-
-
-def _dense(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _hardware_exp2(tensor_core: bool, device: int) -> bool:
-    return tensor_core and matmul.family(device).exp2 == INTERPOLATION
 
 
 # ---- gradients
@@ -389,7 +335,7 @@ def backward(
     device, dtype = x.q.get_device(), x.q.dtype
     matmul.check_contract(x.contract, device)
     tensor_core = contract_from_key(x.contract).step == "mma"
-    q, grad = map(_dense, (x.q, grad))
+    q, grad = map(dense, (x.q, grad))
     (tokens, heads, _), (_, key_heads, key_size) = x.v.shape, q.shape
     sequences, group = len(x.spans), heads // key_heads
 
@@ -411,8 +357,8 @@ def backward(
         if schedule is None:
             schedule = _gradients_schedule(x, tensor_core)
         if isinstance(schedule, LinearGradients):
-            operands = q, _dense(x.k), _dense(x.v)
-            hardware_exp2 = _hardware_exp2(tensor_core, device)
+            operands = q, dense(x.k), dense(x.v)
+            hardware_exp2 = takes_hardware_exp2(tensor_core, device)
             linear_attention.backward(x, operands, state, (grad, closed), found, schedule, hardware_exp2)
         else:
             _backward_by_records(x, q, state, (grad, closed), found, schedule, tensor_core)
@@ -456,7 +402,7 @@ def _backward_by_records(
         which: _gradients_kernel(
             *(device, which, schedule, dtype, padded, size),
             tensor_core=tensor_core,
-            hardware_exp2=_hardware_exp2(tensor_core, device),
+            hardware_exp2=takes_hardware_exp2(tensor_core, device),
             delta=delta,
             by_channel=x.by_channel,
             weighted=weighted,
@@ -464,13 +410,13 @@ def _backward_by_records(
         )
         for which in names
     }
-    places = _places(x)
+    places = places_of(x)
     records = torch.empty(
         places * heads * _record_bytes(dtype, key_size, size, x.by_channel, weighted),
         dtype=torch.uint8,
         device=q.device,
     )
-    prepared = _prepared(x, state, records, tensor_core=tensor_core) if x.by_channel else None
+    prepared = prepare(x, state, records, tensor_core=tensor_core) if x.by_channel else None
     _run(x, state, None, None, records, None, prepared)
     if schedule.registers:
         prepared = runtime.empty((places * heads, GRADIENT_SCORE_BYTES // 4), torch.float32, device)
@@ -481,7 +427,7 @@ def _backward_by_records(
         *(address(found[name]) for name in ("dv", "dq", "dk")),
         *((0, 0) if rows is None else (rows[0].data_ptr(), rows[1].data_ptr())),
         *(address(found[name]) for name in ("dg", "dbeta", "dweights", "dinitial")),
-        address(_spans(x)),
+        address(spans_of(x)),
         *(n for t in (q, grads[0]) for n in t.stride()[:2]),
         *((0, 0) if x.beta is None else x.beta.stride()),
         own.words if state is None else state.stride(0),

@@ -16,8 +16,8 @@ from torch import Tensor
 import samebits
 from samebits.backends import delta
 from samebits.backends.cuda import delta as kernels
+from samebits.backends.cuda import delta_prepare, linear_attention
 from samebits.backends.cuda import delta_schedules as schedules
-from samebits.backends.cuda import linear_attention
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.cuda.linear_schedules import (
     Linear,
@@ -99,7 +99,7 @@ def test_compiles_without_spills(schedule: schedules.Schedule, by_channel: bool)
 
 
 def test_what_comes_before_compiles_without_spills() -> None:
-    spec = kernels.prepare_spec(torch.bfloat16, 128, tensor_core=True, hardware_exp2=True)
+    spec = delta_prepare.kernel_spec(torch.bfloat16, 128, tensor_core=True, hardware_exp2=True)
     assert_no_spills(spec)
     assert 3 * (spec.smem + 1024) <= 228 << 10  # three blocks share a multiprocessor
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import delta as kernels
+from samebits.backends.cuda import delta_prepare, linear_attention, matmul
 from samebits.backends.cuda import delta_schedules as schedules
-from samebits.backends.cuda import linear_attention, matmul
 from samebits.backends.cuda.linear_schedules import (
     Linear,
     LinearGradients,
@@ -123,6 +123,7 @@ CHUNKS = [schedules.DeltaChunks(*of) for of in ((2, 3), (1, 4), (4, 3), (1, 3))]
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     host_kernels.use(monkeypatch, kernels)
     host_kernels.use(monkeypatch, linear_attention)
+    host_kernels.use(monkeypatch, delta_prepare)
     monkeypatch.setattr(linear_attention, "choose_linear", lambda *_: LINEAR[0])
     monkeypatch.setattr(linear_attention, "choose_chunks", lambda *_: CHUNKS[0])
     monkeypatch.setattr(kernels, "takes_chunks", lambda key_size, _: key_size <= 128)
