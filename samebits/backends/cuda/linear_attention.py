@@ -74,8 +74,7 @@ def kernel_spec(
         more += (("STAGES", part.stages),)
         if isinstance(part, LinearStates):
             name = "linear_states"
-            keys, split = part.of_keys(key_size)
-            more += (("KEY_TILE", keys), ("SPLIT", split), ("GRADIENTS", int(keep)))
+            more += (("KEY_TILE", min(part.keys, key_size)), ("GRADIENTS", int(keep)))
         elif isinstance(part, LinearRows):
             name = "linear_rows"
             more += (("TILE", part.tile),)
@@ -129,7 +128,7 @@ _gradients_kernel = runtime.loader(gradients_spec)
 
 def _tiles(states: LinearStates, key_size: int, size: int) -> int:
     """Blocks of a head in a sequence."""
-    return -(-size // states.columns(key_size)) * -(-key_size // states.of_keys(key_size)[0])
+    return -(-size // (16 * states.warps)) * -(-key_size // min(states.keys, key_size))
 
 
 def _shared(most: int, group: int) -> int:

@@ -34,26 +34,15 @@ class LinearStates:
         warps: in a block: each has 16 columns of values.
         keys: channels of keys of a block, or all of them if there are fewer; a multiple of 16.
         stages: chunks in shared memory, at least 2.
-        split: warps that share their columns, and have as many channels each, if those are multiples of 16.
     """
 
     warps: int
     keys: int
     stages: int
-    split: int = 1
-
-    def of_keys(self, key_size: int) -> tuple[int, int]:
-        """Channels of a block, and warps that share columns."""
-        keys = min(self.keys, key_size)
-        return keys, self.split if keys % (16 * self.split) == 0 else 1
-
-    def columns(self, key_size: int) -> int:
-        """Of values, of a block."""
-        return 16 * self.warps // self.of_keys(key_size)[1]
 
     def memory(self, key_size: int, weighted: bool) -> int:
         """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types."""
-        stored = self.of_keys(key_size)[0] + self.columns(key_size) + 16
+        stored = min(self.keys, key_size) + 16 * self.warps + 16
         return self.stages * CHUNK * (2 * stored + 4 * (2 + weighted))
 
 
@@ -90,8 +79,8 @@ class Linear:
 def catalogue_of_linear() -> Iterator[Linear]:
     """Every schedule of each of the two kernels, for proofs."""
     shapes = (
-        *itertools.product((8, 4), (64,), (2, 3, 4), (2,)),
-        (8, 64, 3),
+        *itertools.product((8, 4), (64,), (2, 3, 4)),
+        (2, 64, 3),
         (4, 128, 3),
         (2, 128, 3),
         (4, 32, 3),
@@ -105,7 +94,7 @@ def catalogue_of_linear() -> Iterator[Linear]:
 def choose_linear(key_size: int, size: int, blocks: int, weighted: bool, device: int) -> Linear:
     """The schedule for sequences times heads `blocks`."""
     info = devices.device_info(device)
-    states = [LinearStates(8 if size > 32 else 4, 64, stages, 2) for stages in (4, 3, 2)]
+    states = [LinearStates(4, 64, stages) for stages in (4, 3, 2)]
     rows = [LinearRows(*shape) for shape in ((128, 8, 1, 8), (64, 4, 1, 8), (32, 2, 1, 8), (16, 1, 1, 8))]
     fitting = (
         [s for s in states if s.memory(key_size, weighted) <= info.max_smem],
@@ -175,7 +164,7 @@ class LinearGradients:
 def catalogue_of_linear_gradients() -> Iterator[LinearGradients]:
     """Every schedule, for proofs."""
     for keys, stages, strips in ((32, 2, 1), (32, 3, 2), (64, 2, 1), (16, 2, 2)):
-        yield LinearGradients(LinearStates(8, 64, stages, 2), keys, stages, 8, strips)
+        yield LinearGradients(LinearStates(4, 64, stages), keys, stages, 8, strips)
 
 
 def choose_linear_gradients(

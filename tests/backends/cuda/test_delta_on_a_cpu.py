@@ -74,7 +74,7 @@ OF_LINEAR_GRADIENTS = [
     ((torch.bfloat16, True, False, False, 1, 4, 32, 16), LinearGradients(STATES, 16, 3, 1)),
     (
         (torch.float16, True, False, True, 1, 1, 20, 17),
-        LinearGradients(LinearStates(4, 32, 2, 2), 32, 2, 8),
+        LinearGradients(LinearStates(4, 32, 2), 32, 2, 8),
     ),
     (
         (torch.bfloat16, True, "weighted", True, 2, 6, 80, 72),
@@ -105,7 +105,7 @@ LINEAR_FORMS = [
 LINEAR = [  # a schedule for each
     Linear(LinearStates(2, 32, 3), LinearRows(32, 2, 1, 8)),
     Linear(LinearStates(1, 64, 2), LinearRows(32, 1, 2, 4)),
-    Linear(LinearStates(4, 32, 4, 2), LinearRows(64, 2, 2, 1)),
+    Linear(LinearStates(4, 32, 4), LinearRows(64, 2, 2, 1)),
     Linear(LinearStates(2, 32, 2), LinearRows(32, 1, 2, 8)),
     Linear(LinearStates(1, 16, 3), LinearRows(16, 1, 1, 8)),
 ]

@@ -1,18 +1,17 @@
 // Linear attention without the delta rule, the second of three launches: the matrix at each chunk's start.
 //
-// docs/contract.md, "Recurrent layers", has the sums. Nothing but this is in a row. A block takes KEY_TILE channels of keys
-// and 16 columns of values for each of WARPS / SPLIT warps, of one head in one sequence. It holds the matrix, transposed,
-// in registers, and goes through the chunks in order, of which STAGES - 1 are on their way to shared memory.
+// docs/contract.md, "Recurrent layers", has the sums. Nothing but this is in a row. A block takes 16 columns of values for
+// each of its warps, and KEY_TILE channels of keys, of one head in one sequence. It holds the matrix, transposed, in
+// registers, and goes through the chunks in order, of which STAGES - 1 are on their way to shared memory.
 //
 // Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and WEIGHTED are those of delta.cu.
-//   KEY_TILE   channels of a block, a multiple of 16 * SPLIT
-//   SPLIT      warps that share columns: each has as many channels
+//   KEY_TILE   channels of a block, a multiple of 16
 //   STAGES     chunks in shared memory
 //   GRADIENTS  1: for a backward, which reads the matrices in float32, too; a state stays as it is
 
 #include "linear_part.cuh"
 
-constexpr int STRIPS = WARPS / SPLIT, TILE = 16 * STRIPS, WIDE = KEY_TILE / 16 / SPLIT;
+constexpr int TILE = 16 * WARPS, WIDE = KEY_TILE / 16;
 constexpr int KEY_STEPS = KEY_SIZE / 16, KEY_TILES = (KEY_SIZE + KEY_TILE - 1) / KEY_TILE;
 constexpr int LINE = KEY_TILE + PAD, VALUES = TILE + PAD;  // of rows in shared memory, in elements
 
@@ -46,8 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_states(const __g
     };
 
     Part<WIDE> part;
-    const int own_key = warp / STRIPS * WIDE * 16, own_column = warp % STRIPS * 16;
-    part.first_key = first_key + own_key, part.first_column = first_column + own_column;
+    part.first_key = first_key, part.first_column = first_column + warp * 16;
     const i64 of_sequence = sequence * i64(p.heads) * p.key_size * p.size + own;
     part.read(p, state ? state + p.matrix + own : p.initial ? p.initial + of_sequence : nullptr);
 
@@ -71,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_states(const __g
         cp_async_commit();
         const Decays& decays = m.decays[stage];
         part.scale(exp2_of(decays.sums[CHUNK - 1]));
-        part.add<LINE, VALUES>(m.keys[stage] + own_key, m.values[stage] + own_column, decays.left, CHUNK);
+        part.add<LINE, VALUES>(m.keys[stage], m.values[stage] + warp * 16, decays.left, CHUNK);
     }
     if (p.closed) part.write(p, p.closed + of_sequence, true);
     if (!updates_state) return;
