@@ -3,32 +3,32 @@
 // latency of memory, and the row of instructions that one warp has.
 //
 //   * Nothing that is read waits for anything else: not for the count of the chunk's rows either. What lies behind it
-//     is garbage, and goes nowhere. And nothing is computed before all is asked for.
-//   * Operands go straight from memory into the registers of tensor-core steps: four warps have the columns' matrix and
-//     updates, and four the keys. So there is one barrier, before the scores are read.
+//     is garbage, and goes nowhere. And nothing is computed before all is asked for, not even two halves of a register
+//     put together.
+//   * Operands go straight from memory into the registers of tensor-core steps. Four warps have the columns' matrix and
+//     updates, and four the keys. Each kind has code of its own, so it waits for nothing that the other one reads.
+//   * There is one barrier, before the scores are read. They are rounded by then, and lie as a left operand has them.
 //   * The query is row 0 of a step's left operand and the key is row 1, whatever the rule: the row's own score is the
-//     query's with the key as a right operand, which has the same registers.
+//     query's with the key as a right operand, which has the same registers. Of updates, all rows of the left operand
+//     are these two in turn, which takes no branch: nobody needs the others.
 //   * A column's row is solved by the four threads that have its updates.
 //
 // Macros: those of delta_step.cu. TILE is 32 and WARPS 8.
 
 #include "delta_step.cuh"
-#ifdef __CUDA_ARCH__
 #include "named_barriers.cuh"
-#endif
 
-static_assert(TILE == 32 && WARPS == 8 && !BY_CHANNEL && KEY_SIZE <= THREADS);
+static_assert(TILE == 32 && WARPS == 8 && WIDE == 1 && !BY_CHANNEL);
 constexpr u32 ALL = 0xFFFFFFFF;
 constexpr int TILES = 2;           // of keys, of a warp that has them
 constexpr int PAIRS = CHUNK / 16;  // blocks of updates
 
-__device__ __forceinline__ void meet() {
-#ifdef __CUDA_ARCH__
-    wait_for<THREADS>(1);
-#else
-    __syncthreads();
-#endif
-}
+struct Few {
+    uint2 left[2][4][PAIRS];  // scores and -weights, of lanes of one in_pair, of each block of updates
+    Memory m;                 // whose scores are that of the row's own key alone
+};
+
+__device__ __forceinline__ void meet() { wait_for<THREADS>(1); }
 
 __device__ __forceinline__ u32 from_lane(u32 x, int lane) { return u32(__shfl_sync(ALL, int(x), lane)); }
 
@@ -38,10 +38,27 @@ __device__ __forceinline__ float of_both(float2 x, int at) {
     return at % 2 ? high : low;
 }
 
+__device__ __forceinline__ int count_of(float rows) { return min(max(int(rows), 0), CHUNK); }
+
+// The sum of gammas from the chunk's start to its row i.
+__device__ __forceinline__ float decay_of(float2 decays, int i, float gamma) {
+    const float last = of_both(decays, max(i - 1, 0));
+    return __fadd_rn(i ? last : 0.0f, gamma);
+}
+
+// Begins to copy a full chunk.
+__device__ __forceinline__ void copy_chunk(Memory& m, const Stored* keys, const Stored* updates,
+                                           int columns) {
+    copy<KEY_SIZE, KEYS, KEY_SIZE>(m.keys, keys, CHUNK);
+    copy<TILE, LINE, VALUE_SIZE>(m.updates, updates, CHUNK, columns);
+    cp_async_commit();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
     delta_step_few(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
-    Memory& m = *reinterpret_cast<Memory*>(bytes);
+    Few& f = *reinterpret_cast<Few*>(bytes);
+    Memory& m = f.m;
     const int head = blockIdx.y, first_column = blockIdx.x * TILE, tiles = gridDim.x;
     const i64 token = blockIdx.z;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
@@ -61,15 +78,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
     const float* own_matrix = matrix + (u32(in_pair) * VALUE_SIZE + u32(in_row));
     const Warp w{m, matrix, own_matrix, columns - of_column, warp, lane, in_row, in_pair};
     const bool is = has_columns && w.has(0);  // the warp's columns are there
+    const int part = warp - COLUMN_WARPS;     // of the keys
+
+    // Of the thread: addresses are computed before the kernel before has ended.
+    const Stored* own_keys = keys + (part * TILES * 8 + in_row) * KEY_SIZE + in_pair;
+    const Stored* own_updates = updates + (in_pair * VALUE_SIZE + of_column + in_row);
+    const i64 at = (token * p.heads + head) * VALUE_SIZE + first_column + of_column + in_pair;
+    Stored* out = p.out + at;
+    const float* of_beta = DELTA ? p.beta + token * p.beta_token + head * p.beta_head : nullptr;
+    const float* of_g = p.g ? p.g + token * p.g_token + head * p.g_head : nullptr;
 
     // Into the L2 cache, whatever the kernel before may still write.
-    if (threadIdx.x < KEY_SIZE) prefetch_to_l2(matrix - of_column + threadIdx.x * VALUE_SIZE);
+    for (int d = threadIdx.x; d < KEY_SIZE; d += THREADS) prefetch_to_l2(matrix - of_column + d * VALUE_SIZE);
     wait_for_kernel_before();
     let_kernel_behind_start();
 
     // All is asked for before anything waits: the query and the key, and what a head has for each row.
-    const float rows = state[0];
-    const float2 of_decays = *reinterpret_cast<const float2*>(decays + 2 * lane);
+    float rows;  // the other warps ask for it behind their keys
+    if (has_columns) rows = state[0];
     u32 own[STEPS][2] = {};
     if (in_row < 2) {
         const Stored* from = (in_row ? k : q) + in_pair;
@@ -79,14 +105,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
             for (int y = 0; y < 2; ++y)
                 own[step][y] = *reinterpret_cast<const u32*>(from + step * 16 + y * 8);
     }
-    [[maybe_unused]] const float beta = DELTA ? p.beta[token * p.beta_token + head * p.beta_head] : 0.0f;
+    const float2 of_decays = *reinterpret_cast<const float2*>(decays + 2 * lane);
+    [[maybe_unused]] const float beta = DELTA ? *of_beta : 0.0f;
 #ifdef DT
     using Skip = Steps::Skip;
     const Steps::Given of_step = p.steps.read(token, head);
     const Skip::Stored* d = p.steps.d;
     const i64 d_head = p.steps.d_head, d_column = p.steps.d_column;
 #else
-    const float g = p.g ? p.g[token * p.g_token + head * p.g_head] : 0.0f;
+    const float g = of_g ? *of_g : 0.0f;
 #if WEIGHTED
     using Skip = Element<F32>;
     const float own_weight = p.weights[token * p.weight_token + head * p.weight_head];
@@ -102,23 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
         for (int n = 0; n < 2; ++n)
             skip[n] = d[head * d_head + (first_column + of_column + in_pair + n) * d_column];
 #endif
-    // The matrix, updates and values; or keys.
-    Wide<float> of_matrix[STEPS][4];
-    u32 of_updates[PAIRS][2], of_keys[TILES][STEPS][2];
-    Stored pairs[PAIRS][2][2] = {}, values[3] = {};  // of updates; of the thread's results, and of its update
-    if (has_columns) {
-        if (is) {
-#pragma unroll
-            for (int x = 0; x < STEPS; ++x) w.read(of_matrix[x], x * 16);
-            const Stored* from = updates + (in_pair * VALUE_SIZE + of_column + in_row);
-#pragma unroll
-            for (int n = 0; n < PAIRS; ++n)
-#pragma unroll
-                for (int y = 0; y < 4; ++y) pairs[n][y / 2][y % 2] = from[(n * 16 + row_of(y)) * VALUE_SIZE];
-            values[0] = v[in_pair], values[1] = v[in_pair + 1], values[2] = v[in_row];
-        }
-    } else {
-        const Stored* from = keys + ((warp - COLUMN_WARPS) * TILES * 8 + in_row) * KEY_SIZE + in_pair;
+
+    if (!has_columns) {
+        u32 of_keys[TILES][STEPS][2];
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -126,80 +139,80 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
 #pragma unroll
                 for (int y = 0; y < 2; ++y)
                     of_keys[n][step][y] =
-                        *reinterpret_cast<const u32*>(from + n * 8 * KEY_SIZE + step * 16 + y * 8);
-    }
+                        *reinterpret_cast<const u32*>(own_keys + n * 8 * KEY_SIZE + step * 16 + y * 8);
+        const int before = count_of(state[0]);
 #ifdef DT
-    float own_weight, g;
-    p.steps.of(of_step, own_weight, g);
+        float own_weight, g;
+        p.steps.of(of_step, own_weight, g);
 #endif
-    const float gamma = __fmul_rn(g, contract::LOG2E);
-#pragma unroll
-    for (int n = 0; n < PAIRS; ++n)
-#pragma unroll
-        for (int y = 0; y < 2; ++y) of_updates[n][y] = pairs[n][y][0] | u32(pairs[n][y][1]) << 16;
-    const int before = min(max(int(rows), 0), CHUNK);
+        const float gamma = __fmul_rn(g, contract::LOG2E);
 
-    // Who writes the count, and row 0 behind a full chunk: delta_step.cu.
-    constexpr int LAST = WARPS - 1;
-    int* marks = reinterpret_cast<int*>(state + p.marks);
-    int of_head = 0;
-    if (before == CHUNK) {
-        copy<KEY_SIZE, KEYS, KEY_SIZE>(m.keys, keys, CHUNK);
-        copy<TILE, LINE, VALUE_SIZE>(m.updates, updates, CHUNK, columns);
-        cp_async_commit();
-        if (warp == LAST) {
-            m.decays[2 * lane] = of_decays.x, m.decays[2 * lane + 1] = of_decays.y;
+        // Who writes the count, and row 0 behind a full chunk: delta_step.cu.
+        constexpr int LAST = WARPS - 1;
+        int* marks = reinterpret_cast<int*>(state + p.marks);
+        int of_head = 0;
+        if (before == CHUNK) {
+            copy_chunk(m, keys, updates, columns);
+            if (warp == LAST) {
+                m.decays[2 * lane] = of_decays.x, m.decays[2 * lane + 1] = of_decays.y;
 #if WEIGHTED
-            m.weights[2 * lane] = of_weights.x, m.weights[2 * lane + 1] = of_weights.y;
+                m.weights[2 * lane] = of_weights.x, m.weights[2 * lane + 1] = of_weights.y;
 #endif
+            }
+            cp_async_wait<0>();
+            meet();
+            if (warp == LAST && lane == 0) {
+                __threadfence();
+                of_head = atomicAdd(marks + 1 + head, 1);
+            }
+            meet();  // the weights are read
         }
-        cp_async_wait<0>();
-        meet();
-        if (warp == LAST && lane == 0) {
-            __threadfence();
-            of_head = atomicAdd(marks + 1 + head, 1);
-        }
-        if (is) {
-            w.close();
+        const int i = before % CHUNK;
+        const float decay = decay_of(of_decays, i, gamma);
+        float chains[TILES][4] = {}, since[TILES][2];
 #pragma unroll
-            for (int x = 0; x < STEPS; ++x) w.read(of_matrix[x], x * 16);
+        for (int n = 0; n < TILES; ++n) {
+            const int j = (part * TILES + n) * 8 + in_pair;
+            since[n][0] = exp2_of(__fsub_rn(decay, __shfl_sync(ALL, of_decays.x, j / 2)));
+            since[n][1] = exp2_of(__fsub_rn(decay, __shfl_sync(ALL, of_decays.y, j / 2)));
         }
-        meet();  // the weights are read
-    }
-    const int i = before % CHUNK, block = i / 16 * 16;
-    const float last = of_both(of_decays, max(i - 1, 0)), decay = __fadd_rn(i ? last : 0.0f, gamma);
-
-    if (!has_columns) {
-        float chains[TILES][4] = {};
+        if (part == 0) {  // the score of the row's own key
+            float mine[4] = {};
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const u32 a[4] = {own[step][0], 0, own[step][1], 0};
+                mma_m16n8k16<TYPE == BF16>(mine, a, own[step]);  // column 1
+            }
+            float score = __fmul_rn(mine[1], exp2_of(__fsub_rn(decay, decay)));
+#if WEIGHTED
+            score = __fmul_rn(score, own_weight);
+#endif
+            if (lane == 0) m.scores[0] = E::narrow(score);
+        }
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const u32 a[4] = {own[step][0], 0, own[step][1], 0};
 #pragma unroll
             for (int n = 0; n < TILES; ++n) mma_m16n8k16<TYPE == BF16>(chains[n], a, of_keys[n][step]);
         }
+        uint2 both = {};
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-            const int j = ((warp - COLUMN_WARPS) * TILES + n) * 8 + in_pair;
-            const float sums[2] = {__shfl_sync(ALL, of_decays.x, j / 2),
-                                   __shfl_sync(ALL, of_decays.y, j / 2)};
-#if WEIGHTED
-            const float by[2] = {__shfl_sync(ALL, of_weights.x, j / 2),
-                                 __shfl_sync(ALL, of_weights.y, j / 2)};
-#endif
+            const int j = (part * TILES + n) * 8 + in_pair;
+            float c[2];
 #pragma unroll
             for (int y = 0; y < 2; ++y) {
-                const float c = __fmul_rn(chains[n][y], exp2_of(__fsub_rn(decay, sums[y])));
-                const bool given = j + y < i;
+                c[y] = __fmul_rn(chains[n][y], since[n][y]);
 #if WEIGHTED
-                const float score = __fmul_rn(c, by[y]);
-#else
-                const float score = c;
+                c[y] = __fmul_rn(c[y], __shfl_sync(ALL, y ? of_weights.y : of_weights.x, j / 2));
 #endif
-                if (in_row == 0 && j + y != i) m.scores[j + y] = E::narrow(given ? score : 0.0f);
-                if (!WEIGHTED && in_row == 1) m.weights[j + y] = given ? c : 0.0f;
+                if (j + y >= i) c[y] = 0.0f;
             }
+            if (DELTA && in_row == 1) *reinterpret_cast<float2*>(m.weights + j) = make_float2(c[0], c[1]);
+            (n ? both.y : both.x) = DELTA && in_row == 1 ? E::pack(-c[0], -c[1]) : E::pack(c[0], c[1]);
         }
-        meet();  // all warps have used the count
+        if (in_row < 1 + DELTA) f.left[in_row][in_pair / 2][part] = both;
+        meet();  // and all warps have used the count
         if (warp != LAST) return;
         const int of_all = lane == 0 ? atomicAdd(marks, 1) : 0, of_last = __shfl_sync(ALL, of_head, 0);
         if (before == CHUNK ? of_last == tiles - 1 : blockIdx.x == 0) {
@@ -220,34 +233,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
         return;
     }
 
-    // Products with the matrix; and the first warp has the score of the row's own key, which comes with it.
-    float acc[WIDE][4] = {}, mine[4] = {};
+    // The matrix, updates and values.
+    Wide<float> of_matrix[STEPS][4];
+    Stored pairs[PAIRS][4] = {};       // of updates
+    Stored values[2] = {}, value = 0;  // of the thread's results, and of its update
+    Stored* own_update = updates + of_column + in_row;
+    if (is) {
+#pragma unroll
+        for (int x = 0; x < STEPS; ++x) w.read(of_matrix[x], x * 16);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) values[n] = v[in_pair + n];
+        value = v[in_row];
+#pragma unroll
+        for (int n = 0; n < PAIRS; ++n)
+#pragma unroll
+            for (int y = 0; y < 4; ++y) pairs[n][y] = own_updates[(n * 16 + row_of(y)) * VALUE_SIZE];
+    }
+    const int before = count_of(rows);
+#ifdef DT
+    float own_weight, g;
+    p.steps.of(of_step, own_weight, g);
+#endif
+    const float gamma = __fmul_rn(g, contract::LOG2E);
+    if (before == CHUNK) {
+        copy_chunk(m, keys, updates, columns);
+        cp_async_wait<0>();
+        meet();
+        if (is) {
+            w.close();
+#pragma unroll
+            for (int x = 0; x < STEPS; ++x) w.read(of_matrix[x], x * 16);
+        }
+        meet();  // the weights are read
+    }
+    const int i = before % CHUNK, block = i / 16 * 16;
+    const float decay = decay_of(of_decays, i, gamma);
+
+    // Products with the matrix.
+    float acc[4] = {};
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         const u32 a[4] = {own[step][0], 0, own[step][1], 0};
-        if (warp == 0) mma_m16n8k16<TYPE == BF16>(mine, a, own[step]);  // column 1
         if (is) {
             const Wide<float>(&s)[4] = of_matrix[step];
             const u32 b[2] = {E::pack(s[0].x[0], s[1].x[0]), E::pack(s[2].x[0], s[3].x[0])};
-            mma_m16n8k16<TYPE == BF16>(acc[0], a, b);
+            mma_m16n8k16<TYPE == BF16>(acc, a, b);
         }
-    }
-    if (warp == 0 && lane == 0) {
-        const float score = __fmul_rn(mine[1], exp2_of(__fsub_rn(decay, decay)));
-#if WEIGHTED
-        m.scores[i] = E::narrow(__fmul_rn(score, own_weight));
-#else
-        m.scores[i] = E::narrow(score);
-#endif
     }
     const float since = exp2_of(decay);
 #pragma unroll
     for (int y = 0; y < 2; ++y) {
-        acc[0][y] = __fmul_rn(acc[0][y], since);
-        if (in_row == 1) acc[0][y] = __fsub_rn(E::widen(values[y]), acc[0][y]);
+        acc[y] = __fmul_rn(acc[y], since);
+        if (DELTA && in_row % 2 == 1) acc[y] = __fsub_rn(E::widen(values[y]), acc[y]);
     }
+    u32 of_updates[PAIRS][2];
+#pragma unroll
+    for (int n = 0; n < PAIRS; ++n)
+#pragma unroll
+        for (int y = 0; y < 2; ++y) of_updates[n][y] = pairs[n][2 * y] | u32(pairs[n][2 * y + 1]) << 16;
     // The row's block, without what lies behind its rows.
-    u32 of_block[WIDE][2];
+    u32 of_block[2];
 #pragma unroll
     for (int y = 0; y < 2; ++y) {
         u32 both = of_updates[0][y];
@@ -255,26 +300,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
         for (int n = 1; n < PAIRS; ++n)
             if (block == n * 16) both = of_updates[n][y];
         const int j = block + in_pair + y * 8;
-        of_block[0][y] = j + 1 < i ? both : j < i ? both & 0xFFFF : 0;
+        of_block[y] = j + 1 < i ? both : j < i ? both & 0xFFFF : 0;
     }
     u32 all[8];  // the column's updates
     if constexpr (DELTA)
 #pragma unroll
-        for (int n = 0; n < 8; ++n) all[n] = from_lane(of_block[0][n / 4], in_row * 4 + n % 4);
+        for (int n = 0; n < 8; ++n) all[n] = from_lane(of_block[n / 4], in_row * 4 + n % 4);
+    // Where the row lies in the block's operands.
+    const u32 place = in_pair == (i % 8 & 6) ? ALL : 0, low = i % 16 < 8 ? place : 0, high = place & ~low;
     meet();
     if (!is) return;
+    const uint2* from = f.left[DELTA ? in_row % 2 : 0][in_pair / 2];
+    const u32 score = u32(m.scores[0]) << i % 2 * 16;
+    uint2 left[PAIRS - 1];
+#pragma unroll
+    for (int n = 0; n < PAIRS - 1; ++n) left[n] = from[n];
+    const uint2 last = from[block / 16];
 #pragma unroll
     for (int n = 0; n < PAIRS - 1; ++n)
         if (n * 16 < block) {
-            const u32 b[WIDE][2] = {{of_updates[n][0], of_updates[n][1]}};
-            w.add(acc, b, n * 16, DELTA);
+            const u32 a[4] = {left[n].x, 0, left[n].y, 0};
+            mma_m16n8k16<TYPE == BF16>(acc, a, of_updates[n]);
         }
 
     // The four threads of a column have its update.
-    Stored update = values[2];
+    Stored update = value;
     if constexpr (DELTA) {
-        const float z0 = __shfl_sync(ALL, acc[0][0], 4 + in_row / 2),
-                    z1 = __shfl_sync(ALL, acc[0][1], 4 + in_row / 2);
+        const float z0 = __shfl_sync(ALL, acc[0], 4 + in_row / 2),
+                    z1 = __shfl_sync(ALL, acc[1], 4 + in_row / 2);
         float z = in_row % 2 ? z1 : z0;
         const float4* by = reinterpret_cast<const float4*>(m.weights + block);
 #pragma unroll
@@ -287,18 +340,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
         }
         update = E::narrow(__fmul_rn(beta, z));
     }
-    if (in_pair == 0) updates[i * VALUE_SIZE + of_column + in_row] = update;
-    const u32 placed = in_pair == (i % 8 & 6) ? u32(update) << i % 2 * 16 : 0;
-    of_block[0][0] |= i % 16 < 8 ? placed : 0, of_block[0][1] |= i % 16 < 8 ? 0 : placed;
-    w.add(acc, of_block, block, false);
+    if (in_pair == 0) own_update[i * VALUE_SIZE] = update;
+    const u32 placed = u32(update) << i % 2 * 16;
+    of_block[0] |= placed & low, of_block[1] |= placed & high;
+    const u32 a[4] = {last.x | (score & low), 0, last.y | (score & high), 0};
+    mma_m16n8k16<TYPE == BF16>(acc, a, of_block);
 
     if (in_row == 0) {
-        const int e = of_column + in_pair;
-        const i64 at = (token * p.heads + head) * VALUE_SIZE + first_column + e;
         float y[2];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            y[n] = __fmul_rn(__fadd_rn(acc[0][n], 0.0f), p.scale);
+            y[n] = __fmul_rn(__fadd_rn(acc[n], 0.0f), p.scale);
 #if WEIGHTED
             if (d) y[n] = with_skip(y[n], Skip::widen(skip[n]), values[n]);
 #endif
@@ -309,6 +361,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
             *reinterpret_cast<float2*>(reinterpret_cast<float*>(p.out) + at) = make_float2(y[0], y[1]);
         else
 #endif
-            *reinterpret_cast<u32*>(p.out + at) = E::pack(y[0], y[1]);
+            *reinterpret_cast<u32*>(out) = E::pack(y[0], y[1]);
     }
 }
