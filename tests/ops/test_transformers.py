@@ -14,6 +14,7 @@ from torch import Tensor
 import samebits
 from samebits import transformers as integration
 from samebits.testing import assert_same_bits
+from samebits.tools.graphs import capture
 from tests.support.devices import DEVICES
 
 transformers = pytest.importorskip("transformers")
@@ -395,6 +396,30 @@ def test_a_capture_waits_for_no_count(kind: str, packed: bool, monkeypatch: pyte
         patched.setattr(Tensor, "nonzero", None)
         captured = computed()
     for what, got, want in zip(("logits", "gradient"), captured, eager, strict=True):
+        assert_same_bits(got, want, what)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed"])
+@pytest.mark.parametrize("captured_packed", [False, True], ids=["of whole rows", "of packed rows"])
+def test_a_step_in_a_graph(packed: bool, captured_packed: bool) -> None:
+    """Its forward and backward, captured with some positions, replayed with others."""
+    model, tokens = build("Llama", "cuda"), torch.arange(96, device="cuda").view(2, 48) % 60
+    whole, parts = torch.arange(48), torch.cat([torch.arange(17), torch.arange(31)])
+    positions = (parts if captured_packed else whole).expand(2, -1).cuda()
+
+    def step() -> tuple[Tensor, Tensor]:
+        with samebits.batch_invariant("error"):
+            logits, x = run(model, tokens, position_ids=positions)
+            return logits.detach(), torch.autograd.grad(logits.float().square().sum(), x)[0]
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph, found = capture(step)
+    positions.copy_((parts if packed else whole).expand(2, -1))
+    graph.replay()
+    for what, got, want in zip(("logits", "gradient"), found, step(), strict=True):
         assert_same_bits(got, want, what)
 
 
