@@ -547,14 +547,13 @@ done:
     return result;
 }
 
-/* Whether a question is answered by anything but false, 0 and -1. Itself -1, with an error. */
+/* Whether a question is answered by anything but False and -1; 0 is the first backward. Itself -1, with an error. */
 static int is_yes(PyObject* question) {
     PyObject* answer = PyObject_CallNoArgs(question);
     if (answer == NULL) return -1;
-    int no = PyLong_CheckExact(answer) && PyLong_AsLong(answer) == -1;
-    int yes = no ? 0 : PyObject_IsTrue(answer);
+    int no = answer == Py_False || (PyLong_CheckExact(answer) && PyLong_AsLong(answer) == -1);
     Py_DECREF(answer);
-    return yes;
+    return !no;
 }
 
 /* with.watched(), which is not asked while dictionaries have the very objects that `at_rest` names. */

@@ -117,7 +117,7 @@ def replayed(
     """`run`, a function of tensors and numbers, with replays of its calls on GPUs.
 
     ``public``: calls are replayed only while nothing traces, transforms, casts or watches them, and all of
-    `questions` are answered by false, 0 or -1. Those that autograd records have a plan
+    `questions` are answered by False or -1. Those that autograd records have a plan
     (:mod:`samebits.backends.trace`) instead. Else PyTorch's dispatcher, or code in its place, has seen to all
     that.
 

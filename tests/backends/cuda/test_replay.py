@@ -795,7 +795,7 @@ ORDINARY = {
 }
 
 
-def _counted() -> tuple[Any, list[Tensor]]:
+def _counted(*questions: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
     """A public function, whose second call is recorded, and the arguments of the calls that ran."""
     ran: list[Tensor] = []
 
@@ -803,7 +803,7 @@ def _counted() -> tuple[Any, list[Tensor]]:
         ran.append(x)
         return reduce._operator._cuda.run(x, False) if len(ran) < 3 else x
 
-    return replay.replayed(run, public=True), ran
+    return replay.replayed(run, *questions, public=True), ran
 
 
 @pytest.mark.parametrize("state", EXTRAORDINARY)
@@ -826,6 +826,16 @@ def test_other_states_are_replayed(gpu: FakeGpu, state: str) -> None:
     for _ in range(4):
         ORDINARY[state](lambda: call(x))
     assert len(ran) == 2
+
+
+@pytest.mark.parametrize(("answer", "runs"), [(False, 2), (-1, 2), (True, 4), (0, 4), (1, 4)])
+def test_the_first_backward_is_one(gpu: FakeGpu, answer: Any, runs: int) -> None:
+    """PyTorch numbers backwards from 0 on, and says -1 outside of them."""
+    call, ran = _counted(lambda: answer)
+    x = t(4, 256)
+    for _ in range(4):
+        call(x)
+    assert len(ran) == runs
 
 
 def test_many_threads_replay_one_recipe(gpu: FakeGpu) -> None:
