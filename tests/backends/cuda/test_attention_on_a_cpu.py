@@ -1,4 +1,4 @@
-"""Attention's universal kernels at the sizes of latent attention, on a CPU: the reference's bits."""
+"""Attention's universal kernels at the sizes of latent attention, and packed, on a CPU: the reference's bits."""
 
 from __future__ import annotations
 
@@ -56,3 +56,25 @@ def test_heads_above_256(dtype: torch.dtype, sizes: tuple[int, int], keys: int) 
         found = universal_backward.backward(x, *given, schedule=s)[:3]
         for name, got, right in zip("qkv", found, gradients, strict=True):
             assert_same_bits(got, right, f"d{name} {s}")
+
+
+def test_as_many_offsets_as_tokens() -> None:
+    """In a capture of whole or packed rows the last sequences are empty. They come in groups of 32."""
+    ends = [*range(0, 40), 100, 133]
+    q, k, v = (values("normal", (133, heads, 32), BF16, heads) for heads in (2, 1, 1))
+    grad = values("normal", q.shape, BF16, 4)
+
+    def packed(ends: list[int]) -> Attention:
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        told = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        return Attention(q, k, v, TENSOR_CORE.on(AMPERE).key, 0.2, window=(-1, 0), align="last", **told)
+
+    x = packed(ends + [133] * (134 - len(ends)))
+    want = reference.forward(packed(ends))
+    for schedule in universal.forward_schedules(universal.variant(x), INFO.max_smem)[:2]:
+        for got, right in zip(universal.forward(x, schedule=schedule), want, strict=True):
+            assert_same_bits(got, right, str(schedule))
+    given = grad, want[0], want[2]
+    gradients = reference.backward(packed(ends), *given, grad_mask=False)[:3]
+    for name, got, right in zip("qkv", universal_backward.backward(x, *given)[:3], gradients, strict=True):
+        assert_same_bits(got, right, f"d{name}")

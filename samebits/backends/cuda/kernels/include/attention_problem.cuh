@@ -86,15 +86,17 @@ struct Place {
     int batch, tile;  // batch < 0: there is no such tile
 };
 
-// Tile `index` of those of `height` that cut each packed sequence's tokens times `rows`.
+// Tile `index` of those of `height` that cut each packed sequence's tokens times `rows`. All sequences behind the last
+// token are empty: in the capture of a CUDA graph there may be as many as tokens.
 __device__ __forceinline__ Place place_in_packed(const int* bounds, int batch, int last, int rows, int height,
                                                  int index) {
     const int lane = threadIdx.x % 32;
-    for (int first = 0, before = 0; first < batch; first += 32) {
+    for (int first = 0, before = 0, end = 0; first < batch && end < last; first += 32) {
         const int b = first + lane;
         int through = 0;
         if (b < batch) {
-            const int tokens = max(0, bound(bounds, b + 1, last) - bound(bounds, b, last));
+            end = bound(bounds, b + 1, last);
+            const int tokens = max(0, end - bound(bounds, b, last));
             through = static_cast<int>((i64(tokens) * rows + height - 1) / height);
         }
         const int own = through;
@@ -109,6 +111,7 @@ __device__ __forceinline__ Place place_in_packed(const int* bounds, int batch, i
             return {first + source, index - before - __shfl_sync(0xFFFFFFFF, through - own, source)};
         }
         before += __shfl_sync(0xFFFFFFFF, through, 31);
+        end = __shfl_sync(0xFFFFFFFF, end, 31);
     }
     return {-1, 0};
 }
