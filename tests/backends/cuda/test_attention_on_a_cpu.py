@@ -8,7 +8,7 @@ import torch
 from samebits import FMA, TENSOR_CORE
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import devices, matmul, runtime
-from samebits.backends.cuda.attention import universal, universal_backward
+from samebits.backends.cuda.attention import sm90, universal, universal_backward
 from samebits.backends.reference import attention as reference
 from samebits.contract import AMPERE
 from samebits.testing import assert_same_bits, values
@@ -70,6 +70,10 @@ def test_as_many_offsets_as_tokens() -> None:
         return Attention(q, k, v, TENSOR_CORE.on(AMPERE).key, 0.2, window=(-1, 0), align="last", **told)
 
     x = packed(ends + [133] * (134 - len(ends)))
+    one = packed([0, 133])
+    assert not sm90.choose(x, sm90.variant(x)).few
+    row_warps = [universal.choose(y, universal.variant(y))[0].row_warps for y in (x, one)]
+    assert row_warps[0] == row_warps[1] > 1
     want = reference.forward(packed(ends))
     for schedule in universal.forward_schedules(universal.variant(x), INFO.max_smem)[:2]:
         for got, right in zip(universal.forward(x, schedule=schedule), want, strict=True):

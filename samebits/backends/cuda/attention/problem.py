@@ -14,7 +14,7 @@ from samebits.backends.cuda import matmul, runtime
 from samebits.backends.cuda.operands import address
 from samebits.functions import CONSTANTS
 
-__all__ = ["PROBLEM", "check", "empty_results", "lse_strides", "problem", "sequences"]
+__all__ = ["PROBLEM", "check", "empty_results", "lse_strides", "problem", "sequences", "with_tokens"]
 
 PROBLEM = "PPPPPqPqqqqiiiiiiiiiiiifffi"
 """The ``struct`` format of the values of :func:`problem`."""
@@ -47,6 +47,14 @@ def sequences(x: Attention) -> tuple[int, ...]:
         0 if x.block_table is None else x.block_table.stride(0),
         address(x.mask),
     )
+
+
+def with_tokens(x: Attention) -> int:
+    """Sequences of a packed call that have tokens, as far as shapes tell.
+
+    In the capture of a CUDA graph there may be as many as tokens, since nobody can count them.
+    """
+    return 1 if x.cu_seqlens_k is not None and x.batch >= x.queries == x.keys else max(1, x.batch)
 
 
 def problem(x: Attention) -> tuple[Any, ...]:

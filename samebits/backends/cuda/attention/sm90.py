@@ -28,6 +28,7 @@ from samebits.backends.cuda.attention.problem import (
     lse_strides,
     problem,
     sequences,
+    with_tokens,
 )
 from samebits.backends.cuda.attention.schedule_sm90 import HopperSchedule, HopperVariant, schedules, spec
 from samebits.backends.cuda.operands import address
@@ -82,7 +83,7 @@ def cost(x: Attention, s: HopperSchedule, multiprocessors: int) -> float:
 def choose(x: Attention, of: HopperVariant) -> HopperSchedule:
     """The schedule for a call."""
     multiprocessors = devices.device_info(x.q.get_device()).sm_count
-    queries = -(-x.queries // max(1, x.batch)) if x.packed else x.queries
+    queries = -(-x.queries // with_tokens(x)) if x.packed else x.queries
     # Heads side by side in a tile share what a float mask adds.
     grouped = x.group > 1 and (queries < 128 or of.adds) and _can_group(x)
     rows = queries * (x.group if grouped else 1)

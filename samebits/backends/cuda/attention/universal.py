@@ -27,6 +27,7 @@ from samebits.backends.cuda.attention.problem import (
     lse_strides,
     problem,
     sequences,
+    with_tokens,
 )
 from samebits.backends.cuda.operands import address
 from samebits.backends.cuda.products.schedule_sm90 import round_up
@@ -219,7 +220,7 @@ def choose(x: Attention, of: Variant) -> tuple[Forward, int]:
     info = devices.device_info(x.q.get_device())
     rows = x.queries * x.group
     if x.packed:
-        rows = -(-rows // max(1, x.batch))
+        rows = -(-rows // with_tokens(x))
     warps = next((w for w in (1, 2) if rows <= 16 * w), 4)
     schedules = forward_schedules(of, info.max_smem)
     segments = -(-x.keys // SEGMENT)
