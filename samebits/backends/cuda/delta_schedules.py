@@ -258,8 +258,8 @@ class DeltaGradients:
         staged: whether a block that computes a chunk's rows copies what it reads to shared memory. With
             tensor cores it does so for the delta rule alone.
         stages: whether it copies the keys and queries of the chunk before while it computes one: 2, else 1.
-        registers: whether the gradient of the matrix lies in registers: with tensor cores, one decay for each
-            head and keys up to 128. `tile` is then a multiple of 32, and `stages` are 2.
+        registers: whether the gradient of the matrix lies in registers: with tensor cores, the delta rule, one
+            decay for each head and keys up to 128. `tile` is then a multiple of 32, and `stages` are 2.
     """
 
     tile: int
@@ -279,9 +279,9 @@ class DeltaGradients:
 
     def takes(self, key_size: int, tensor_core: bool, delta: bool, by_channel: bool) -> bool:
         """Whether the kernels are there for such operands, if these fit into shared memory."""
-        if not delta:
-            return not (tensor_core and self.staged)
-        return not self.registers or (tensor_core and not by_channel and key_size <= REGISTER_KEYS)
+        if self.registers:
+            return tensor_core and delta and not by_channel and key_size <= REGISTER_KEYS
+        return delta or not (tensor_core and self.staged)
 
     def memory(
         self, dtype: torch.dtype, key_size: int, size: int, tensor_core: bool, by_channel: bool = False

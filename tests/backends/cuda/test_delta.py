@@ -312,6 +312,19 @@ def test_gradients_take_the_stages_that_fit(
     assert max(found.memory(torch.bfloat16, size, size, True, by_channel)) <= kib << 10
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize(("dtype", "tensor_core"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_gradients_by_records_take_a_schedule_that_has_kernels(
+    dtype: torch.dtype, tensor_core: bool, delta: bool, by_channel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of the matrix are in registers with tensor cores and the delta rule alone."""
+    on_gpu_with(132, 227, monkeypatch)
+    found = schedules.choose_of_gradients(dtype, 64, 64, 32, tensor_core, delta, by_channel, 0)
+    assert found.takes(64, tensor_core, delta, by_channel)
+    assert found.registers == (tensor_core and delta and not by_channel)
+
+
 @pytest.mark.parametrize(
     ("blocks", "size", "tile"), [(32, 128, 32), (66, 128, 64), (132, 128, 128), (256, 64, 64), (256, 32, 32)]
 )
