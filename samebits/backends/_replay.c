@@ -751,6 +751,13 @@ static PyObject* configure(PyObject* self, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+/* No call is replayed until configure() comes again. */
+static PyObject* unset(PyObject* self, PyObject* none) {
+    (void)self, (void)none;
+    Py_CLEAR(with.tensor);
+    Py_RETURN_NONE;
+}
+
 static PyObject* described(PyObject* self, PyObject* tensor) {
     (void)self;
     Tensor t;
@@ -767,6 +774,7 @@ static PyObject* described(PyObject* self, PyObject* tensor) {
 
 static PyMethodDef methods[] = {
     {"configure", configure, METH_VARARGS, "Say what the driver and PyTorch are. See pytorch_in_c.py."},
+    {"unset", unset, METH_NOARGS, "Forget what configure() said: tensors are not what it took them for."},
     {"described", described, METH_O,
      "A tensor's address, device, shape, strides, is_neg() and requires_grad, as replays read them."},
     {NULL}};

@@ -210,12 +210,17 @@ def test_replays_keep_nothing(gpu: FakeGpu, records: bool) -> None:
         assert run(300) - before < 200  # one for each call would be 300
 
 
-def test_a_pytorch_whose_tensors_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not replay.available:
-        pytest.skip("the extension was not built")
+def test_a_pytorch_whose_tensors_are_others_is_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read of its tensors then."""
+    call: Any = replay.replayed(lambda x: x)
+    call(t(4, 256))
+    assert call.recipes.pop(next(iter(call.recipes))) is False
     monkeypatch.setattr("samebits.backends.replay._replay.described", lambda tensor: (0, 0, b"", b""))
-    with pytest.raises(RuntimeError, match="cannot be read"), fake_gpu():
-        pass
+    given = driver.make_context_current, runtime._fail, *gpu._callbacks
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        pytorch_in_c.configure(*given, allocate=gpu.allocate, **INSTEAD)
+    call(t(4, 256))
+    assert not call.recipes
 
 
 Pair = collections.namedtuple("Pair", "a b")
