@@ -258,8 +258,8 @@ class DeltaGradients:
         staged: whether a block that computes a chunk's rows copies what it reads to shared memory. With
             tensor cores it does so for the delta rule alone.
         stages: whether it copies the keys and queries of the chunk before while it computes one: 2, else 1.
-        registers: whether the gradient of the matrix lies in registers: with tensor cores, the delta rule, one
-            decay for each head and keys up to 128. `tile` is then a multiple of 32, and `stages` are 2.
+        registers: whether the gradient of the matrix lies in registers: with tensor cores, the delta rule,
+            one decay for each head and keys up to 128. `tile` is then a multiple of 32, and `stages` are 2.
     """
 
     tile: int

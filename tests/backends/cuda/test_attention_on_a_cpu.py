@@ -1,4 +1,4 @@
-"""Attention's universal kernels at the sizes of latent attention, and packed, on a CPU: the reference's bits."""
+"""Attention's universal kernels at the sizes of latent attention, and packed, on a CPU: the same bits."""
 
 from __future__ import annotations
 
