@@ -37,6 +37,7 @@ from samebits.mode.arguments import without_autocast
 from samebits.mode.fp8_layers import fp8_experts
 from samebits.ops._checks import SUPPORTED
 from samebits.ops._memory import capturing
+from samebits.ops._sequences import trusted
 from samebits.ops.attention import attention
 from samebits.ops.experts import Routed, experts
 from samebits.remedies import see
@@ -212,7 +213,7 @@ class Spans(NamedTuple):
         flags, left = _Flag(t.shape[1] - 1), t.shape[2] - 2
         spans = cls(_Flag.CAUSAL in flags, left, dropped=_Flag.DROPPED in flags)
         if _Flag.PACKED in flags:
-            return spans._replace(offsets=t[0, 0, 0])
+            return spans._replace(offsets=trusted(t[0, 0, 0]))
         values = t[:, 0, 0]
         if t.dtype == torch.int8:
             keys += SEGMENT * spans.dropped
@@ -308,7 +309,7 @@ def packed_by(position_ids: Tensor | None) -> Tensor | None:
     if position_ids is None or position_ids.ndim != 2:
         return None
     segments = find_packed_sequence_indices(position_ids)
-    return None if segments is None else _offsets(segments)
+    return None if segments is None else trusted(_offsets(segments))
 
 
 def device_of(asked: dict[str, Any]) -> Any:

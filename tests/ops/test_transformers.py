@@ -13,9 +13,11 @@ from torch import Tensor
 
 import samebits
 from samebits import transformers as integration
+from samebits.ops import _sequences
 from samebits.testing import assert_same_bits
 from samebits.tools.graphs import capture
 from tests.support.devices import DEVICES
+from tests.support.fake_gpu import FakeGpu, fake_gpu
 
 transformers = pytest.importorskip("transformers")
 
@@ -421,6 +423,26 @@ def test_a_step_in_a_graph(packed: bool, captured_packed: bool) -> None:
     graph.replay()
     for what, got, want in zip(("logits", "gradient"), found, step(), strict=True):
         assert_same_bits(got, want, what)
+
+
+def test_a_capture_loads_no_kernel_that_whole_rows_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its warm-up sees that rows are whole, and the capture does not. No kernel may be loaded there."""
+    module, rows = torch.nn.Module(), (2, 8, 512, 64)
+    monkeypatch.setattr(integration, "capturing", lambda _: True)
+    monkeypatch.setattr(_sequences, "capturing", lambda _: True)
+
+    def loaded(gpu: FakeGpu, mask: Tensor | None) -> set[Any]:
+        gpu.start()
+        q, k, v = (torch.zeros(rows, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        out, _ = integration.attention_function(module, q, k, v, mask, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        return set(gpu.specs)
+
+    with fake_gpu() as gpu:
+        whole = loaded(gpu, None)
+        offsets = integration._offsets(torch.zeros(2, 512, dtype=torch.int64))
+        told = integration.Spans(True, -1, offsets=offsets).pack(2, "cpu")
+        assert len(loaded(gpu, told) | whole) == len(whole) > 1
 
 
 @torch.no_grad()

@@ -67,6 +67,8 @@ _SMALLEST_BOX = 8  # lines: the period of the swizzle
 def cost(x: Attention, s: HopperSchedule, multiprocessors: int) -> float:
     """How long a call takes, in blocks of keys for 64 rows, roughly."""
     tiles, heads, height, _ = _tiles(x, s)
+    if x.packed:
+        tiles -= x.batch - with_tokens(x)
     left, right = x.window
     waves: float = -(-tiles * heads // multiprocessors)
     if left >= 0 and right >= 0:
