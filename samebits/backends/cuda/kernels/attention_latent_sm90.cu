@@ -3,26 +3,34 @@
 //
 // A block of the grid stays, and takes tiles of 64 rows, one after another: heads that share a head of k, times queries.
 // It goes over the keys that they may see, 128 at a time. Both are in shared memory but once: queries take 72 KiB, and a
-// stage of 64 keys as much, which is read for scores, and again for values.
+// block of keys 144, which is read for scores, and again for values. So the next block's keys come in as this one's are
+// left, by panels: 64 columns of all 128 keys.
 //
 // Decode (SPLIT): few rows, and many keys to stream. Tiles share the segments of their rows, and write what each comes
 // to; merge_segments in attention.cu merges them in order.
 //
 // Warps of a block
-//   2 warpgroups   consumers: each has the scores of one stage, and half of the columns of values
-//   1 warpgroup    producer: one warp issues all TMA loads; its registers go to the consumers
+//   2 warpgroups   consumers: each has every other panel of values; they take turns at the scores of a block
+//   1 warpgroup    producer: one warp finds tiles and issues all TMA loads; its registers go to the consumers
 //
 // Barriers
-//   q_full, q_empty   the queries of a tile have arrived; both consumers have multiplied them
-//   full[stage]       64 keys have arrived
-//   empty[stage]      both consumers have read them
+//   q_full, q_empty   a ticket and its tile of queries have arrived; both consumers need them no more
+//   full[panel]       64 columns of a block of keys have arrived
+//   empty[panel]      the consumer that reads them last has read them
+//   HANDED + w        a named one: consumer w has written a block's weights, and its softmax's state, for the other
 //
-// A block of 128 keys is both stages. The consumers meet twice in it: when they have the maxima of their scores, and
-// when they have the probabilities. These lie where the keys' columns past the values were, as nobody needs them again.
-// A row's sum of weights goes from one to the other: the first 64 keys come first in it.
+// Timeline of a block that consumer 0 has the scores of. Its first panels are multiplied as its weights come, one step
+// of 16 keys after another. A panel is loaded again as soon as it is multiplied, which is when a segment's values are
+// merged, or stored, panel by panel.
+//
+//   consumer 0   |QK, as panels arrive|max|exp2, P V 0, 2   |P V 4|P V 6|
+//   consumer 1                            |                 |P V 1|P V 3|P V 5|P V 7|QK of the next block
+//   loads        | ... 7|                                   |8, 0    |1, 2   |3, 4  | ...
+//
+// Weights go from one consumer to the other where the keys' columns past the values were, as nobody needs them again.
 //
 // What segments before come to lies in global memory, each value where its thread alone reads it: registers hold one
-// segment's. It stays in L2, and is read while scores are multiplied.
+// segment's. It stays in L2.
 //
 // Macros
 //   INPUT_F16   1: f16 operands; 0: bf16
@@ -37,24 +45,25 @@
 #define VALUES 512
 
 #include "attention_forward_sm90.cuh"
+#include "named_barriers.cuh"
 #include "ptx_sm80.cuh"
 
-WGMMA_FRAGMENT(256, REGS_128, 128, 129, 130, 131, 132, 133, 134, ACC_64(0), ACC_64(64))
-
-constexpr int OWN = VALUES / 2;  // a warpgroup's columns
-constexpr int ROWS = 64, STAGE_KEYS = 64;
-constexpr u32 CONSUMERS = 256, THREADS = CONSUMERS + 128, STAGES = 2;
+constexpr int ROWS = 64, PANEL = 64, PANELS = HEAD / PANEL;
+constexpr int OWN = VALUES / PANEL / 2;  // panels of values of a consumer
+constexpr int EARLY = 2;                 // those that it multiplies as weights come
+constexpr u32 CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr u32 PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+constexpr u32 HANDED = 1, CLEARED = 3;  // named barriers; 0 is __syncthreads
 
 using QTile = Tile<false, false, ROWS, HEAD, 1>;
-using KTile = Tile<false, false, STAGE_KEYS, HEAD, 1>;
-using VTile = Tile<true, false, VALUES, STAGE_KEYS, 1>;  // the same memory
+using KTile = Tile<false, false, KEYS, HEAD, 1>;
+using VTile = Tile<true, false, VALUES, KEYS, 1>;  // the same memory
 static_assert(VTile::column_bytes == KTile::column_bytes && VTile::line_bytes == KTile::line_bytes);
 
 struct Ticket {
     Sequence sequence;
     int head;         // the first one's
-    int first_query;  // in the sequence
+    int first_query;  // in the sequence; negative: there are no more tiles
     int first, end;   // blocks of keys
 };
 
@@ -72,7 +81,7 @@ struct Params {
     int members;   // heads in a tile, side by side
     int height;    // queries in a tile
     int shared;    // bits 0, 1: q, k have one matrix for all of the batch; 2, 3: for all heads
-    int box;       // keys of a page that one copy brings, if PAGED: 8, 16, 32 or 64
+    int box;       // keys that one copy brings: all of a block's, or if PAGED 8, 16, 32, 64 or 128, of one page
     Problem x;
 
     __device__ __forceinline__ int query_of(int row) const { return row / members; }
@@ -82,23 +91,20 @@ struct Params {
     }
 };
 
+// Of this tile, and of the one before or the next one.
+__shared__ Ticket tickets[2];
+
 struct SharedStorage {
-    u32 q, ring, full, empty, q_full, q_empty;
-    u32 sums, maxima;  // of each thread of a warpgroup, and of each row of both
-    Ticket* tickets;   // of each warpgroup
+    u32 q, keys, handed, full, empty, q_full, q_empty;
 
     __device__ explicit SharedStorage(unsigned char* raw) {
-        const u32 start = shared_address(raw),
-                  behind = (start + 1023) & ~1023u;  // a whole period of the swizzle
-        q = behind;
-        ring = q + QTile::bytes;
-        sums = ring + STAGES * KTile::bytes;
-        maxima = sums + 128 * 16;
-        full = maxima + 2 * ROWS * 4;
-        empty = full + STAGES * 8;
-        q_full = empty + STAGES * 8;
+        q = (shared_address(raw) + 1023) & ~1023u;  // a whole period of the swizzle
+        keys = q + QTile::bytes;
+        handed = keys + KTile::bytes;
+        full = handed + 128 * 32;
+        empty = full + PANELS * 8;
+        q_full = empty + PANELS * 8;
         q_empty = q_full + 8;
-        tickets = reinterpret_cast<Ticket*>(raw + (q_empty + 8 - start));
     }
 };
 
@@ -150,140 +156,56 @@ __device__ __forceinline__ void for_each_tile(const Params& p, F f) {
 
 __device__ __forceinline__ void producer(const SharedStorage& shared, const Params& p) {
     const Problem& x = p.x;
-    const int lane = threadIdx.x % 32;
-    const int first_line = PAGED ? lane * p.box : lane * STAGE_KEYS;  // of this lane's box in a stage
-    Ring<STAGES> ring;
-    u32 parity = 1;
+    const int lane = threadIdx.x % 32, first_line = lane * p.box;  // of this lane's box in a panel
+    u32 tile = 0, taken = 0;                                       // tiles and blocks before
     for_each_tile(p, [&](const Ticket& ticket) {
-        if (ticket.first >= ticket.end) return;
         const Sequence& s = ticket.sequence;
-        const int head = one_for(p, 3) ? 0 : ticket.head / x.group, keys = s.keys, end = ticket.end * KEYS;
+        const int head = one_for(p, 3) ? 0 : ticket.head / x.group, end = ticket.end;
         const int* const pages = x.pages + (PAGED ? s.batch * x.pages_batch : 0);
-        const auto page_of = [&](int key) { return PAGED && key < min(keys, end) ? pages[key / x.page] : 0; };
-        int key = ticket.first * KEYS + first_line;
-        int next = first_line < STAGE_KEYS ? page_of(key) : 0;
+        const auto page_of = [&](int block) {
+            const int key = block * KEYS + first_line;
+            return PAGED && first_line < KEYS && block < end && key < s.keys ? pages[key / x.page] : 0;
+        };
+        int next = page_of(ticket.first);
         if (lane == 0) {
-            mbarrier_wait(shared.q_empty, parity);
-            mbarrier_arrive_expect_tx(shared.q_full, QTile::columns * p.height * p.members * 128);
+            mbarrier_wait(shared.q_empty, tile % 2 ^ 1);
+            tickets[tile % 2] = ticket;
+            const bool any = ticket.first < end;
+            mbarrier_arrive_expect_tx(shared.q_full, any ? QTile::columns * p.height * p.members * 128 : 0);
 #pragma unroll 1
-            for (u32 column = 0; column < QTile::columns; ++column)
+            for (u32 column = 0; any && column < QTile::columns; ++column)
                 tma_load(shared.q + column * QTile::column_bytes, p.q, shared.q_full, column * 64,
                          one_for(p, 2) ? 0 : ticket.head, s.first_query + ticket.first_query,
                          one_for(p, 0) ? 0 : int(s.batch_of_q));
         }
-        parity ^= 1;
-        for (int stage_key = ticket.first * KEYS; stage_key < end;
-             stage_key += STAGE_KEYS, key += STAGE_KEYS) {
-            const int page = min(max(next, 0), x.page_count - 1);
-            if (first_line < STAGE_KEYS) next = page_of(key + STAGE_KEYS);
-            const u32 full = shared.full + ring.stage * 8;
-            const u32 to = shared.ring + ring.stage * KTile::bytes + first_line * KTile::line_bytes;
-            const int lines =
-                PAGED ? (max(min(STAGE_KEYS, keys - stage_key), 0) + p.box - 1) & -p.box : STAGE_KEYS;
-            if (lane == 0) {
-                mbarrier_wait(shared.empty + ring.stage * 8, ring.parity ^ 1);
-                mbarrier_arrive_expect_tx(full, lines * KTile::columns * KTile::line_bytes);
-            }
-            __syncwarp();
-            if (first_line < lines) {
-                const int line = PAGED ? key % x.page : s.first_key + key;
-                const int batch = one_for(p, 1) ? 0 : PAGED ? page : int(s.batch_of_k);
+        ++tile;
+        for (int block = ticket.first; block < end; ++block, ++taken) {
+            const int page = min(max(next, 0), x.page_count - 1), key = block * KEYS + first_line;
+            next = page_of(block + 1);
+            const int lines = PAGED ? (min(KEYS, s.keys - block * KEYS) + p.box - 1) & -p.box : KEYS;
+            const int line = PAGED ? key % x.page : s.first_key + key;
+            const int batch = one_for(p, 1) ? 0 : PAGED ? page : int(s.batch_of_k);
 #pragma unroll 1
-                for (u32 column = 0; column < KTile::columns; ++column)
-                    tma_load(to + column * KTile::column_bytes, p.k, full, column * 64, line, head, batch);
+            for (u32 i = 0; i < PANELS; ++i) {
+                const u32 panel = i == 0 ? PANELS - 1 : i - 1;  // as they are left
+                const u32 full = shared.full + panel * 8;
+                if (lane == 0) {
+                    mbarrier_wait(shared.empty + panel * 8, taken % 2 ^ 1);
+                    mbarrier_arrive_expect_tx(full, lines * KTile::line_bytes);
+                }
+                __syncwarp();
+                if (first_line < lines)
+                    tma_load(shared.keys + panel * KTile::column_bytes + first_line * KTile::line_bytes, p.k,
+                             full, panel * PANEL, line, head, batch);
             }
-            ring.step();
         }
     });
+    if (lane == 0) {
+        mbarrier_wait(shared.q_empty, tile % 2 ^ 1);
+        tickets[tile % 2].first_query = -1;
+        mbarrier_arrive(shared.q_full);
+    }
 }
-
-using Scores = float[STAGE_KEYS / 2];
-using Weights = u32[STAGE_KEYS / 16][4];
-using Values = float[OWN / 2];
-
-// The softmax of the current segment.
-struct Softmax : OnlineSoftmax {
-    // Raises n to the maxima of a block's scores, and turns those of a stage to weights.
-    __device__ __forceinline__ void weigh(Scores& s, const float (&maxima)[2], float c) {
-        float shift[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) shift[h] = raise(h, __fmul_rn(maxima[h], c));
-#pragma unroll
-        for (int i = 0; i < STAGE_KEYS / 2; ++i) s[i] = scores::exp2(__fmaf_rn(s[i], c, -shift[i / 2 % 2]));
-    }
-
-    // Adds the weights of a stage.
-    template <bool FIRST>
-    __device__ __forceinline__ void add(const Scores& s) {
-#pragma unroll
-        for (int i = 0; i < STAGE_KEYS / 2; ++i) {
-            const int h = i / 2 % 2;
-            float& sum = l[h][i % 2];
-            sum = FIRST && i / 4 == 0 ? __fmaf_rn(sum, scale[h], s[i]) : __fadd_rn(sum, s[i]);
-        }
-    }
-
-    __device__ __forceinline__ void load_sums(u32 from) {
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(l[0][0]), "=f"(l[0][1]), "=f"(l[1][0]), "=f"(l[1][1])
-                     : "r"(from)
-                     : "memory");
-    }
-    __device__ __forceinline__ void store_sums(u32 to) const {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(l[0][0]), "f"(l[0][1]),
-                     "f"(l[1][0]), "f"(l[1][1])
-                     : "memory");
-    }
-};
-
-// What segments before the current one come to.
-struct Total : MergedRows {
-    float4* memory;  // this thread's
-
-    __device__ __forceinline__ explicit Total(const Params& p)
-        : memory(reinterpret_cast<float4*>(p.scratch) + i64(blockIdx.x) * (ROWS * VALUES / 4) + threadIdx.x) {
-    }
-
-    // o = what all segments come to, which is kept, too, if more follow.
-    template <bool MORE>
-    __device__ __forceinline__ void merge(Values& o) {
-        constexpr int TOGETHER = 8;  // loads in flight
-#pragma unroll
-        for (int begin = 0; begin < OWN / 8; begin += TOGETHER) {
-            float4 held[TOGETHER];
-#pragma unroll
-            for (int i = 0; i < TOGETHER; ++i) held[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (!SPLIT && any)
-#pragma unroll
-                for (int i = 0; i < TOGETHER; ++i) load(held[i], memory + (begin + i) * CONSUMERS);
-#pragma unroll
-            for (int i = 0; i < TOGETHER; ++i) {
-                float* const own = o + (begin + i) * 4;
-                own[0] = __fmaf_rn(held[i].x, scale[0], __fmul_rn(own[0], own_scale[0]));
-                own[1] = __fmaf_rn(held[i].y, scale[0], __fmul_rn(own[1], own_scale[0]));
-                own[2] = __fmaf_rn(held[i].z, scale[1], __fmul_rn(own[2], own_scale[1]));
-                own[3] = __fmaf_rn(held[i].w, scale[1], __fmul_rn(own[3], own_scale[1]));
-                if (!SPLIT && MORE) store(memory + (begin + i) * CONSUMERS, own);
-            }
-        }
-        any = true;
-    }
-
-  private:
-    static __device__ __forceinline__ void load(float4& x, const float4* from) {
-        asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                     : "l"(from)
-                     : "memory");
-    }
-    static __device__ __forceinline__ void store(float4* to, const float* x) {
-        asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-                     "f"(x[3])
-                     : "memory");
-    }
-};
-
-using Output = RowsOutput<Params, Ticket, OWN, false>;  // a warpgroup's columns
 
 __device__ __forceinline__ void load_shared_16(u32 (&x)[4], u32 from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -292,195 +214,294 @@ __device__ __forceinline__ void load_shared_16(u32 (&x)[4], u32 from) {
                  : "memory");
 }
 
+using Scores = float[KEYS / 2];
+using Weights = u32[KEYS / 16][4];
+using Panel = float[PANEL / 2];  // of values
+using Values = Panel[OWN];
+
+// The softmax of the current segment.
+struct Softmax : OnlineSoftmax {
+    float shift[2];  // of scores
+
+    // Raises n to the maxima of a block's scores.
+    __device__ __forceinline__ void raise_to(const Scores& s, float c) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float m = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+            for (int u = 1; u < KEYS / 8; ++u) m = fmaxf(m, fmaxf(s[u * 4 + 2 * h], s[u * 4 + 2 * h + 1]));
+            m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 1));
+            m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFF, m, 2));
+            shift[h] = raise(h, __fmul_rn(m, c));
+        }
+    }
+
+    // Turns 16 keys' scores to weights, and adds them.
+    __device__ __forceinline__ void weigh(Scores& s, u32 (&weights)[4], int sixteen, float c) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int h = i / 2 % 2;
+            float &x = s[sixteen * 8 + i], &sum = l[h][i % 2];
+            x = scores::exp2(__fmaf_rn(x, c, -shift[h]));
+            sum = sixteen == 0 && i < 4 ? __fmaf_rn(sum, scale[h], x) : __fadd_rn(sum, x);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            weights[i] = Type::pack(s[sixteen * 8 + 2 * i], s[sixteen * 8 + 2 * i + 1]);
+    }
+
+    // Hands the state on to the same thread of the other consumer.
+    __device__ __forceinline__ void store(u32 to) const {
+        store_four(to, n[0], n[1], scale[0], scale[1]);
+        store_four(to + 128 * 16, l[0][0], l[0][1], l[1][0], l[1][1]);
+    }
+    __device__ __forceinline__ void load(u32 from) {
+        const float4 of_n = read_shared_4(from), of_l = read_shared_4(from + 128 * 16);
+        n[0] = of_n.x, n[1] = of_n.y, scale[0] = of_n.z, scale[1] = of_n.w;
+        l[0][0] = of_l.x, l[0][1] = of_l.y, l[1][0] = of_l.z, l[1][1] = of_l.w;
+    }
+
+  private:
+    static __device__ __forceinline__ void store_four(u32 to, float a, float b, float c, float d) {
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+                     : "memory");
+    }
+};
+
+// What segments before the current one come to.
+struct Total : MergedRows {
+    float4* memory;  // this thread's
+    using Held = float4[PANEL / 8];
+
+    __device__ __forceinline__ explicit Total(const Params& p)
+        : memory(reinterpret_cast<float4*>(p.scratch) + i64(blockIdx.x) * (ROWS * VALUES / 4) + threadIdx.x) {
+    }
+
+    // What this has of a panel.
+    __device__ __forceinline__ void load(Held& held, int panel) const {
+#pragma unroll
+        for (int i = 0; i < PANEL / 8; ++i) {
+            float4& x = held[i];
+            x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (!SPLIT && any)
+                asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                             : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                             : "l"(memory + (panel * (PANEL / 8) + i) * CONSUMERS)
+                             : "memory");
+        }
+    }
+
+    // o = what all segments come to.
+    __device__ __forceinline__ void merge(Panel& o, const Held& held) const {
+#pragma unroll
+        for (int i = 0; i < PANEL / 8; ++i) {
+            float* const own = o + i * 4;
+            own[0] = __fmaf_rn(held[i].x, scale[0], __fmul_rn(own[0], own_scale[0]));
+            own[1] = __fmaf_rn(held[i].y, scale[0], __fmul_rn(own[1], own_scale[0]));
+            own[2] = __fmaf_rn(held[i].z, scale[1], __fmul_rn(own[2], own_scale[1]));
+            own[3] = __fmaf_rn(held[i].w, scale[1], __fmul_rn(own[3], own_scale[1]));
+        }
+    }
+
+    __device__ __forceinline__ void keep(const Panel& o, int panel) const {
+#pragma unroll
+        for (int i = 0; i < PANEL / 8; ++i)
+            asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
+                             memory + (panel * (PANEL / 8) + i) * CONSUMERS),
+                         "f"(o[i * 4]), "f"(o[i * 4 + 1]), "f"(o[i * 4 + 2]), "f"(o[i * 4 + 3])
+                         : "memory");
+    }
+};
+
+using Output = RowsOutput<Params, Ticket, PANEL, false>;
+
 struct Consumer {
     const Params& p;
     const SharedStorage& shared;
     u32 warpgroup, thread;
-    u32 parity = 0;  // of the stages' barriers: a block has both of them
+    bool turn;       // whether it has the next block's scores
+    u32 parity = 0;  // of the panels' barriers
 
-    __device__ __forceinline__ u32 keys_of(u32 stage) const { return shared.ring + stage * KTile::bytes; }
+    // The panel of a block that is this consumer's panel `own` of values.
+    __device__ __forceinline__ u32 panel(int own) const { return own * 2 + warpgroup; }
+    __device__ __forceinline__ u32 values(int own) const {
+        return shared.keys + VTile::step(panel(own) * PANEL, 0);
+    }
+    // Where a thread's weights of 16 keys lie.
+    __device__ __forceinline__ u32 weights(int sixteen) const {
+        return shared.keys + KTile::step(0, VALUES) + (sixteen * 128 + thread) * 16;
+    }
 
-    __device__ __forceinline__ void meet() const { named_barrier(3, CONSUMERS); }
-    __device__ __forceinline__ void await(u32 stage) const { mbarrier_wait(shared.full + stage * 8, parity); }
-
-    // Issues the scores of a stage.
-    __device__ __forceinline__ void multiply(Scores& s, u32 stage) const {
+    // Issues the scores of a block, as its panels arrive.
+    __device__ __forceinline__ void multiply(Scores& s) const {
+        const auto q = QTile::descriptor(shared.q), k = KTile::descriptor(shared.keys);
         wgmma_fence();
-        ::multiply<QTile, KTile, HEAD>(s, shared.q, keys_of(stage));
+#pragma unroll
+        for (u32 d = 0; d < HEAD; d += 16) {
+            if (d % PANEL == 0) mbarrier_wait(shared.full + d / PANEL * 8, parity);
+            Wgmma<KEYS, 0, 0>::step(s, q.at(QTile::step(0, d)), k.at(KTile::step(0, d)), d > 0);
+        }
         wgmma_commit();
     }
 
-    // Issues o += P V of a stage; at a segment's `start` o = P V.
-    __device__ __forceinline__ void multiply(Values& o, const Weights& weights, u32 stage, bool start) const {
-        accumulate<VTile>(o, weights, keys_of(stage) + VTile::step(warpgroup * OWN, 0), start);
-        wgmma_commit();
+    // Issues o += P V for 16 keys and a panel; at a segment's `start` the first ones begin the sum.
+    __device__ __forceinline__ void multiply(Values& o, int own, const Weights& w, int sixteen,
+                                             bool start) const {
+        const auto v = VTile::descriptor(values(own));
+        WgmmaFragment<PANEL, 1>::step(o[own], w[sixteen], v.at(VTile::step(0, sixteen * 16)),
+                                      sixteen > 0 || !start);
     }
 
-    // Hides scores of a stage that rows do not see.
-    __device__ __forceinline__ void hide(Scores& s, const Ticket& ticket, int first_key) const {
-        const int column = first_key + threadIdx.x % 4 * 2;
+    // Hides scores that rows do not see.
+    __device__ __forceinline__ void hide(Scores& s, const Ticket& ticket, int block) const {
+        const int column = block * KEYS + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int query = p.row(ticket, h).query;
             const u32 visible = columns_below(ticket.sequence.last_seen(p.x, query) - column) &
                                 ~columns_below(ticket.sequence.first_seen(p.x, query) - column);
 #pragma unroll
-            for (int i = 0; i < STAGE_KEYS / 4; ++i)
+            for (int i = 0; i < KEYS / 4; ++i)
                 if (!(visible >> i & 1)) s[i / 2 * 4 + 2 * h + i % 2] = -INF;
         }
     }
 
-    // The maxima of a stage's scores become those of both stages'.
-    __device__ __forceinline__ void share_maxima(const Scores& s, float (&m)[2]) const {
-        const u32 own = shared.maxima + (thread / 32 * 16 + thread % 32 / 4) * 4;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            m[h] = -INF;
-#pragma unroll
-            for (int u = 0; u < STAGE_KEYS / 8; ++u)
-                m[h] = fmaxf(m[h], fmaxf(s[u * 4 + 2 * h], s[u * 4 + 2 * h + 1]));
-            m[h] = fmaxf(m[h], __shfl_xor_sync(0xFFFFFFFF, m[h], 1));
-            m[h] = fmaxf(m[h], __shfl_xor_sync(0xFFFFFFFF, m[h], 2));
-            if (thread % 4 == 0) store_shared(own + warpgroup * ROWS * 4 + h * 32, m[h]);
-        }
-        meet();
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-            m[h] = fmaxf(m[h], load_shared(own + (warpgroup ^ 1) * ROWS * 4 + h * 32));
-    }
-
-    // Where this thread's weights of a stage lie.
-    __device__ __forceinline__ u32 weights_of(u32 stage) const {
-        return keys_of(stage) + KTile::step(0, VALUES) + thread * 16;
-    }
-
-    // Zeroes this warpgroup's columns of keys from `valid` on.
-    __device__ __forceinline__ void clear(u32 stage, int valid) const {
-        const int lines = STAGE_KEYS - max(valid, 0);
-        const u32 from = keys_of(stage) + VTile::step(warpgroup * OWN, 0) + max(valid, 0) * VTile::line_bytes;
+    // Zeroes values of keys from `valid` on: what lies there may be another sequence's.
+    __device__ __forceinline__ void clear(int valid) const {
 #pragma unroll 1
-        for (int column = 0; column < OWN / 64; ++column)
+        for (int own = 0; own < OWN; ++own)
 #pragma unroll 1
-            for (int i = thread; i < lines * 8; i += 128)
+            for (int i = thread; i < (KEYS - valid) * 8; i += 128)
                 asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                                 from + column * VTile::column_bytes + i * 16),
+                                 values(own) + VTile::step(0, valid) + i * 16),
                              "r"(0)
                              : "memory");
+        fence_async_proxy();
+        named_barrier(CLEARED + warpgroup, 128);
     }
 
-    // Goes over the keys; o and `total` are then those of all of them.
-    __device__ __forceinline__ void attend(const Ticket& ticket, Values& o, Total& total) {
+    // Before a block's products, whose softmax has its scale.
+    __device__ __forceinline__ void prepare(Values& o, const Softmax& segment, bool start, int valid) const {
+        if (!start && __any_sync(0xFFFFFFFF, segment.scale[0] != 1.0f || segment.scale[1] != 1.0f))
+#pragma unroll
+            for (int i = 0; i < OWN * PANEL / 2; ++i)
+                o[i / (PANEL / 2)][i % (PANEL / 2)] =
+                    __fmul_rn(o[i / (PANEL / 2)][i % (PANEL / 2)], segment.scale[i / 2 % 2]);
+        if (valid < KEYS) clear(valid);
+#pragma unroll
+        for (int own = 0; own < OWN; ++own) pin(o[own]);
+        wgmma_fence();
+    }
+
+    // Leaves a block's panels as they are multiplied. Where a segment `ends`, each is merged, and kept or stored.
+    template <int own = 0>
+    __device__ __forceinline__ void leave(const Ticket& ticket, int block, bool ends, Values& o,
+                                          const Total& total) const {
+        if (ends) {
+            Total::Held held;
+            total.load(held, own);
+            wgmma_wait<OWN - 1 - own>();
+            pin(o[own]);
+            warp_arrive(shared.empty + panel(own) * 8);
+            total.merge(o[own], held);
+            if (SPLIT) {
+                Output{p, ticket}.store_segment(block, o[own], total, panel(own));
+            } else if (block + 1 == ticket.end) {
+                MergedRows all = total;
+                Output{p, ticket}.store(o[own], all, panel(own));
+            } else {
+                total.keep(o[own], own);
+            }
+        } else {
+            wgmma_wait<OWN - 1 - own>();
+            pin(o[own]);
+            warp_arrive(shared.empty + panel(own) * 8);
+        }
+        if constexpr (own + 1 < OWN) leave<own + 1>(ticket, block, ends, o, total);
+    }
+
+    // Goes over the keys of a tile.
+    __device__ __forceinline__ void attend(const Ticket& ticket) {
         const Row upper = p.row(ticket, 0), lower = p.row(ticket, 1);
         const int first_seen = __shfl_sync(0xFFFFFFFF, ticket.sequence.first_seen(p.x, lower.query), 31);
         const int last_seen = __shfl_sync(0xFFFFFFFF, ticket.sequence.last_seen(p.x, upper.query), 0);
-        const int first = ticket.first, end = ticket.end;
-        const u32 sums = shared.sums + thread * 16;
+        const int end = ticket.end;
+        const u32 handed = shared.handed + thread * 16;
+        Values o;
+        Total total(p);
         Softmax segment;
-        segment.start();
         bool start = true;  // o has nothing of the segment
 #pragma unroll 1
-        for (int block = first; block < end; ++block, parity ^= 1) {
-            if (block % BLOCKS == 0 && block > first) {  // while keys arrive
-                finish_segment(segment, total);
-                total.template merge<true>(o);
-                if (SPLIT) {
-                    Output{p, ticket}.store_segment(block - 1, o, total, warpgroup);
-                    total = Total(p);
-                }
-                segment.start();
-                start = true;
-            }
-            Scores s;
-            await(warpgroup);
-            multiply(s, warpgroup);
-            wgmma_wait<0>();
-            pin(s);
-            if (block + 1 == end) warp_arrive(shared.q_empty);
-            const int first_key = block * KEYS + int(warpgroup) * STAGE_KEYS;
-            if (first_key < first_seen || first_key + STAGE_KEYS > last_seen) hide(s, ticket, first_key);
-            float maxima[2];
-            share_maxima(s, maxima);
-            segment.weigh(s, maxima, p.x.c);
-            Weights own, others;
-            pack(own, s);
-#pragma unroll
-            for (int i = 0; i < STAGE_KEYS / 16; ++i)
-                store_shared_16(weights_of(warpgroup) + i * 2048, own[i]);
-            if (warpgroup == 0) {
-                if (!start) segment.load_sums(sums);
-                segment.template add<true>(s);
-                segment.store_sums(sums);
-            }
-            meet();
-            if (warpgroup == 1) {
-                segment.load_sums(sums);
-                segment.template add<false>(s);
-                segment.store_sums(sums);
-            }
-#pragma unroll
-            for (int i = 0; i < STAGE_KEYS / 16; ++i)
-                load_shared_16(others[i], weights_of(warpgroup ^ 1) + i * 2048);
-            if (!start && __any_sync(0xFFFFFFFF, segment.scale[0] != 1.0f || segment.scale[1] != 1.0f))
-#pragma unroll
-                for (int i = 0; i < OWN / 2; ++i) o[i] = __fmul_rn(o[i], segment.scale[i / 2 % 2]);
-#pragma unroll
-            for (int i = 0; i < STAGE_KEYS / 4; ++i) {  // those of the first stage come first
-                const u32 first_weight = warpgroup == 0 ? own[i / 4][i % 4] : others[i / 4][i % 4];
-                others[i / 4][i % 4] = warpgroup == 0 ? others[i / 4][i % 4] : own[i / 4][i % 4];
-                own[i / 4][i % 4] = first_weight;
-            }
-            await(warpgroup ^ 1);
+        for (int block = ticket.first; block < end; ++block, parity ^= 1, turn = !turn) {
             const int valid = ticket.sequence.keys - block * KEYS;
-            if (valid < KEYS) {  // what lies behind may be another sequence's
-                clear(0, valid);
-                clear(1, valid - STAGE_KEYS);
-                fence_async_proxy();
-                named_barrier(1 + warpgroup, 128);
+            if (start) segment.start();
+            Weights w;
+            if (turn) {
+                Scores s;
+                multiply(s);
+                wgmma_wait<0>();
+                pin(s);
+                if (block + 1 == end) warp_arrive(shared.q_empty);
+                if (block * KEYS < first_seen || block * KEYS + KEYS > last_seen) hide(s, ticket, block);
+                segment.raise_to(s, p.x.c);
+                prepare(o, segment, start, valid);
+#pragma unroll
+                for (int i = 0; i < KEYS / 16; ++i) {
+                    segment.weigh(s, w[i], i, p.x.c);
+                    store_shared_16(weights(i), w[i]);
+                    wgmma_fence();
+#pragma unroll
+                    for (int own = 0; own < EARLY; ++own) multiply(o, own, w, i, start);
+                }
+                segment.store(handed);
+                arrive_at<CONSUMERS>(HANDED + warpgroup);
+#pragma unroll
+                for (int own = 0; own < EARLY; ++own) wgmma_commit();  // all but the first are empty
+            } else {
+                if (block + 1 == end) warp_arrive(shared.q_empty);
+                wait_for<CONSUMERS>(HANDED + (warpgroup ^ 1));
+#pragma unroll
+                for (int i = 0; i < KEYS / 16; ++i) load_shared_16(w[i], weights(i));
+                segment.load(handed);
+                fence_async_proxy();  // weights were ordinary accesses
+                warp_arrive(shared.empty + (PANELS - 1) * 8);
+                prepare(o, segment, start, valid);
+#pragma unroll
+                for (int own = 0; own < EARLY; ++own) {
+#pragma unroll
+                    for (int i = 0; i < KEYS / 16; ++i) multiply(o, own, w, i, start);
+                    wgmma_commit();
+                }
             }
-            pin(o);
-            pin(own);
-            pin(others);
-            wgmma_fence();
-            multiply(o, own, 0, start);
-            multiply(o, others, 1, false);
-            fence_async_proxy();  // weights were ordinary accesses
-            wgmma_wait<1>();
-            warp_arrive(shared.empty);
-            wgmma_wait<0>();
-            pin(o);
-            warp_arrive(shared.empty + 8);
-            start = false;
+#pragma unroll
+            for (int own = EARLY; own < OWN; ++own) {
+#pragma unroll
+                for (int i = 0; i < KEYS / 16; ++i) multiply(o, own, w, i, start);
+                wgmma_commit();
+            }
+            const bool ends = block + 1 == end || (block + 1) % BLOCKS == 0;
+            if (ends) total.add(segment);
+            leave(ticket, block, ends, o, total);
+            pin(w);
+            start = ends;
+            if (SPLIT && ends) total = Total(p);
+            if (ends) total.any = true;
         }
-        finish_segment(segment, total);
-        total.template merge<false>(o);
-        if (SPLIT) Output{p, ticket}.store_segment(end - 1, o, total, warpgroup);
-    }
-
-    // Adds a segment's rows to the total.
-    __device__ __forceinline__ void finish_segment(Softmax& segment, Total& total) const {
-        meet();  // the second warpgroup has its last sums
-        segment.load_sums(shared.sums + thread * 16);
-        total.add(segment);
     }
 
     __device__ __forceinline__ void run() {
-        u32 of_queries = 0;
-        Ticket& ticket = shared.tickets[warpgroup];
-        for_each_tile(p, [&](const Ticket& found) {
-            named_barrier(1 + warpgroup, 128);  // all have read the one before
-            if (thread == 0) ticket = found;
-            named_barrier(1 + warpgroup, 128);
-            if (ticket.first >= ticket.end) {
-                Output{p, ticket}.store_nothing(warpgroup);
-                return;
-            }
+        for (u32 of_queries = 0;; of_queries ^= 1) {
             mbarrier_wait(shared.q_full, of_queries);
-            of_queries ^= 1;
-            Values o;
-            Total total(p);
-            attend(ticket, o, total);
-            if (!SPLIT) Output{p, ticket}.store(o, total, warpgroup);
-        });
+            const Ticket& ticket = tickets[of_queries];
+            if (ticket.first_query < 0) break;
+            if (ticket.first < ticket.end) {
+                attend(ticket);
+                continue;
+            }
+#pragma unroll 1
+            for (int own = 0; own < OWN; ++own) Output{p, ticket}.store_nothing(panel(own));
+            warp_arrive(shared.q_empty);
+        }
     }
 };
 
@@ -491,9 +512,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == CONSUMERS) {
         prefetch_tensor_map(p.q);
         prefetch_tensor_map(p.k);
-        for (u32 stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared.full + stage * 8, 1);
-            mbarrier_init(shared.empty + stage * 8, CONSUMERS / 32 * WARP_ARRIVALS);
+        for (u32 panel = 0; panel < PANELS; ++panel) {
+            mbarrier_init(shared.full + panel * 8, 1);
+            mbarrier_init(shared.empty + panel * 8, 4 * WARP_ARRIVALS);
         }
         mbarrier_init(shared.q_full, 1);
         mbarrier_init(shared.q_empty, CONSUMERS / 32 * WARP_ARRIVALS);
@@ -511,6 +532,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x < CONSUMERS + 32) producer(shared, p);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        Consumer{p, shared, warpgroup, threadIdx.x % 128}.run();
+        Consumer{p, shared, warpgroup, threadIdx.x % 128, warpgroup == 0}.run();
     }
 }
