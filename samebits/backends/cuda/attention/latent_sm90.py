@@ -46,9 +46,9 @@ __all__ = [
 ]
 
 _HEAD, _VALUES = 576, 512
-_ROWS, _STAGE = 64, 64
+_ROWS, _BLOCK = 64, 128
 _PARAMS = "128s128sPPPPPqqiiiiiiii" + PROBLEM
-_SMEM = 1024 + (_ROWS + 2 * _STAGE) * _HEAD * 2 + 128 * 16 + 2 * _ROWS * 4 + 6 * 8 + 2 * 64
+_SMEM = 1024 + (_ROWS + _BLOCK) * _HEAD * 2 + 128 * 32 + 2 * (_HEAD // 64 + 1) * 8
 _SCRATCH = 512 << 20  # bytes that segments may take
 _SMALLEST_BOX = 8  # lines: the period of the swizzle
 
@@ -74,7 +74,8 @@ def supports(x: Attention) -> bool:
         and v.stride() == k.stride()
         and x.mask is None
         and not x.softcap
-        and (x.block_table is None or (x.key_start is None and _box(x) >= _SMALLEST_BOX))
+        and (x.block_table is None or x.key_start is None)
+        and _box(x) >= _SMALLEST_BOX
         and contract_from_key(x.contract).step == "mma"
         and devices.device_info(q.get_device()).arch.runs("attention_latent_sm90")
         and q.numel() > 0
@@ -86,8 +87,8 @@ def supports(x: Attention) -> bool:
 
 
 def _box(x: Attention) -> int:
-    """Lines of a page that one copy brings."""
-    return math.gcd(x.k.shape[1], _STAGE)
+    """Keys that one copy brings: a block's, or those of them that are in one page."""
+    return _BLOCK if x.block_table is None else math.gcd(x.k.shape[1], _BLOCK)
 
 
 def _members(x: Attention) -> int:
@@ -195,7 +196,6 @@ def make_plan(x: Attention, schedule: LatentSchedule | None = None) -> LatentPla
     device = x.q.get_device()
     layouts = layout(x.q), layout(x.k)
     tiles, heads, height, members = _tiles(x)
-    lines = _box(x) if x.block_table is not None else _STAGE
     # All of them, so that a call with another schedule loads nothing in the capture of a graph.
     every = *specs(x), universal.Merge.spec(x)
     runtime.announce(every, device)
@@ -208,10 +208,10 @@ def make_plan(x: Attention, schedule: LatentSchedule | None = None) -> LatentPla
         kernel=runtime.load(spec(x, s), device),
         maps=(
             query_maps(x.q.dtype, layouts[0], height, members),
-            tile_maps(x.q.dtype, layouts[1], lines, 64, 256),
+            tile_maps(x.q.dtype, layouts[1], _box(x), 64, 256),
         ),
         grid=grid,
-        sizes=(*sizes, shared_matrices(layouts), lines if x.block_table is not None else 0),
+        sizes=(*sizes, shared_matrices(layouts), _box(x)),
         problem=problem(x)[7:],
         scratch=_scratch(x, s, grid),
         merge=merge if s.shares > 1 else None,
