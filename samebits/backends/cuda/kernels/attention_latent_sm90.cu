@@ -81,7 +81,7 @@ struct Params {
     int members;   // heads in a tile, side by side
     int height;    // queries in a tile
     int shared;    // bits 0, 1: q, k have one matrix for all of the batch; 2, 3: for all heads
-    int box;       // keys that one copy brings: all of a block's, or if PAGED 8, 16, 32, 64 or 128, of one page
+    int box;  // keys that one copy brings: all of a block's, or if PAGED 8, 16, 32, 64 or 128, of one page
     Problem x;
 
     __device__ __forceinline__ int query_of(int row) const { return row / members; }
@@ -372,10 +372,7 @@ struct Consumer {
         for (int own = 0; own < OWN; ++own)
 #pragma unroll 1
             for (int i = thread; i < (KEYS - valid) * 8; i += 128)
-                asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                                 values(own) + VTile::step(0, valid) + i * 16),
-                             "r"(0)
-                             : "memory");
+                store_shared_16(values(own) + VTile::step(0, valid) + i * 16, {0, 0, 0, 0});
         fence_async_proxy();
         named_barrier(CLEARED + warpgroup, 128);
     }
