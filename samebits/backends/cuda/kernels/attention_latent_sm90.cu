@@ -352,6 +352,13 @@ struct Consumer {
                                       sixteen > 0 || !start);
     }
 
+    // The same for all keys of a block.
+    __device__ __forceinline__ void multiply(Values& o, int own, const Weights& w, bool start) const {
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; ++i) multiply(o, own, w, i, start);
+        wgmma_commit();
+    }
+
     // Hides scores that rows do not see.
     __device__ __forceinline__ void hide(Scores& s, const Ticket& ticket, int block) const {
         const int column = block * KEYS + threadIdx.x % 4 * 2;
@@ -381,16 +388,18 @@ struct Consumer {
     __device__ __forceinline__ void prepare(Values& o, const Softmax& segment, bool start, int valid) const {
         if (!start && __any_sync(0xFFFFFFFF, segment.scale[0] != 1.0f || segment.scale[1] != 1.0f))
 #pragma unroll
-            for (int i = 0; i < OWN * PANEL / 2; ++i)
-                o[i / (PANEL / 2)][i % (PANEL / 2)] =
-                    __fmul_rn(o[i / (PANEL / 2)][i % (PANEL / 2)], segment.scale[i / 2 % 2]);
+            for (int own = 0; own < OWN; ++own)
+#pragma unroll
+                for (int i = 0; i < PANEL / 2; ++i)
+                    o[own][i] = __fmul_rn(o[own][i], segment.scale[i / 2 % 2]);
         if (valid < KEYS) clear(valid);
 #pragma unroll
         for (int own = 0; own < OWN; ++own) pin(o[own]);
         wgmma_fence();
     }
 
-    // Leaves a block's panels as they are multiplied. Where a segment `ends`, each is merged, and kept or stored.
+    // Leaves a block's panels as they are multiplied. Where a segment `ends`, each is merged, and kept or stored. The wait
+    // is in each branch, as ptxas would move it before the loads.
     template <int own = 0>
     __device__ __forceinline__ void leave(const Ticket& ticket, int block, bool ends, Values& o,
                                           const Total& total) const {
@@ -464,25 +473,17 @@ struct Consumer {
                 warp_arrive(shared.empty + (PANELS - 1) * 8);
                 prepare(o, segment, start, valid);
 #pragma unroll
-                for (int own = 0; own < EARLY; ++own) {
-#pragma unroll
-                    for (int i = 0; i < KEYS / 16; ++i) multiply(o, own, w, i, start);
-                    wgmma_commit();
-                }
+                for (int own = 0; own < EARLY; ++own) multiply(o, own, w, start);
             }
 #pragma unroll
-            for (int own = EARLY; own < OWN; ++own) {
-#pragma unroll
-                for (int i = 0; i < KEYS / 16; ++i) multiply(o, own, w, i, start);
-                wgmma_commit();
-            }
+            for (int own = EARLY; own < OWN; ++own) multiply(o, own, w, start);
             const bool ends = block + 1 == end || (block + 1) % BLOCKS == 0;
             if (ends) total.add(segment);
             leave(ticket, block, ends, o, total);
             pin(w);
             start = ends;
-            if (SPLIT && ends) total = Total(p);
             if (ends) total.any = true;
+            if (SPLIT && ends) total = Total(p);  // segments are merged elsewhere
         }
     }
 
