@@ -48,7 +48,7 @@ __all__ = [
 _HEAD, _VALUES = 576, 512
 _ROWS, _BLOCK = 64, 128
 _PARAMS = "128s128sPPPPPqqiiiiiiii" + PROBLEM
-_SMEM = 1024 + (_ROWS + _BLOCK) * _HEAD * 2 + 128 * 32 + 2 * (_HEAD // 64 + 1) * 8
+_SMEM = 1024 + (_ROWS + _BLOCK) * _HEAD * 2 + 128 * 32 + 2 * (_HEAD // 64 + 2) * 8
 _SCRATCH = 512 << 20  # bytes that segments may take
 _SMALLEST_BOX = 8  # lines: the period of the swizzle
 

@@ -45,15 +45,13 @@
 #define VALUES 512
 
 #include "attention_forward_sm90.cuh"
-#include "named_barriers.cuh"
 #include "ptx_sm80.cuh"
 
 constexpr int ROWS = 64, PANEL = 64, PANELS = HEAD / PANEL;
 constexpr int OWN = VALUES / PANEL / 2;  // panels of values of a consumer
-constexpr int EARLY = 2;                 // those that it multiplies as weights come
 constexpr u32 CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr u32 PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-constexpr u32 HANDED = 1, CLEARED = 3;  // named barriers; 0 is __syncthreads
+constexpr u32 TOGETHER = 1;  // named barriers, one for each consumer; 0 is __syncthreads
 
 using QTile = Tile<false, false, ROWS, HEAD, 1>;
 using KTile = Tile<false, false, KEYS, HEAD, 1>;
@@ -95,13 +93,14 @@ struct Params {
 __shared__ Ticket tickets[2];
 
 struct SharedStorage {
-    u32 q, keys, handed, full, empty, q_full, q_empty;
+    u32 q, keys, state, handed, full, empty, q_full, q_empty;
 
     __device__ explicit SharedStorage(unsigned char* raw) {
         q = (shared_address(raw) + 1023) & ~1023u;  // a whole period of the swizzle
         keys = q + QTile::bytes;
-        handed = keys + KTile::bytes;
-        full = handed + 128 * 32;
+        state = keys + KTile::bytes;
+        handed = state + 128 * 32;
+        full = handed + 2 * 8;
         empty = full + PANELS * 8;
         q_full = empty + PANELS * 8;
         q_empty = q_full + 8;
@@ -268,33 +267,32 @@ struct Softmax : OnlineSoftmax {
     }
 };
 
+constexpr int CHUNK = 16;                     // values that are merged together, of 32 columns
+constexpr int CHUNKS = OWN * PANEL / 2 / CHUNK;  // of a thread
+constexpr int AHEAD = 2;
+
 // What segments before the current one come to.
 struct Total : MergedRows {
-    float4* memory;  // this thread's
-    using Held = float4[PANEL / 8];
+    using Held = float4[CHUNK / 4];
 
-    __device__ __forceinline__ explicit Total(const Params& p)
-        : memory(reinterpret_cast<float4*>(p.scratch) + i64(blockIdx.x) * (ROWS * VALUES / 4) + threadIdx.x) {
-    }
-
-    // What this has of a panel.
-    __device__ __forceinline__ void load(Held& held, int panel) const {
+    // What this has of a chunk.
+    __device__ __forceinline__ void load(const Params& p, Held& held, int chunk) const {
 #pragma unroll
-        for (int i = 0; i < PANEL / 8; ++i) {
+        for (int i = 0; i < CHUNK / 4; ++i) {
             float4& x = held[i];
             x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (!SPLIT && any)
+            if (any)
                 asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
                              : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                             : "l"(memory + (panel * (PANEL / 8) + i) * CONSUMERS)
+                             : "l"(at(p, chunk, i))
                              : "memory");
         }
     }
 
     // o = what all segments come to.
-    __device__ __forceinline__ void merge(Panel& o, const Held& held) const {
+    __device__ __forceinline__ void merge(float* o, const Held& held) const {
 #pragma unroll
-        for (int i = 0; i < PANEL / 8; ++i) {
+        for (int i = 0; i < CHUNK / 4; ++i) {
             float* const own = o + i * 4;
             own[0] = __fmaf_rn(held[i].x, scale[0], __fmul_rn(own[0], own_scale[0]));
             own[1] = __fmaf_rn(held[i].y, scale[0], __fmul_rn(own[1], own_scale[0]));
@@ -303,24 +301,69 @@ struct Total : MergedRows {
         }
     }
 
-    __device__ __forceinline__ void keep(const Panel& o, int panel) const {
+    __device__ __forceinline__ void keep(const Params& p, const float* o, int chunk) const {
 #pragma unroll
-        for (int i = 0; i < PANEL / 8; ++i)
-            asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
-                             memory + (panel * (PANEL / 8) + i) * CONSUMERS),
-                         "f"(o[i * 4]), "f"(o[i * 4 + 1]), "f"(o[i * 4 + 2]), "f"(o[i * 4 + 3])
+        for (int i = 0; i < CHUNK / 4; ++i)
+            asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at(p, chunk, i)), "f"(o[i * 4]),
+                         "f"(o[i * 4 + 1]), "f"(o[i * 4 + 2]), "f"(o[i * 4 + 3])
                          : "memory");
+    }
+
+  private:
+    static __device__ __forceinline__ float4* at(const Params& p, int chunk, int i) {
+        return reinterpret_cast<float4*>(p.scratch) + i64(blockIdx.x) * (ROWS * VALUES / 4) + threadIdx.x +
+               (chunk * (CHUNK / 4) + i) * CONSUMERS;
     }
 };
 
 using Output = RowsOutput<Params, Ticket, PANEL, false>;
 
+// A thread's two rows of a tile's results. What all chunks need is found once.
+struct Results : Output {
+    Merged rows[2];
+    float scale[2], inverse[2];
+    Stored* to[2];
+    bool exists[2];
+
+    __device__ __forceinline__ Results(const Params& p, const Ticket& ticket, const MergedRows& total, bool first)
+        : Output{p, ticket} {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const Row row = p.row(ticket, h);
+            exists[h] = row.exists;
+            rows[h] = total.rows[h];
+            scale[h] = p.sinks ? rows[h].add_sink(p.sinks[row.exists ? row.head : 0]) : 1.0f;
+            inverse[h] = rows[h].inverse();
+            to[h] = out(row, 0) + lane() * 8;
+            if (first && row.exists && lane() == 0) rows[h].store(p.lse, p.lse2, lse_at(row));
+        }
+        __syncwarp();
+    }
+
+    // 32 columns from `column` on.
+    __device__ __forceinline__ void store(const float* o, int column) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            u32 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                x[i] = Type::pack(rows[h].quotient(__fmul_rn(o[pair(i, h)], scale[h]), inverse[h]),
+                                  rows[h].quotient(__fmul_rn(o[pair(i, h) + 1], scale[h]), inverse[h]));
+            transpose(x);
+            if (exists[h])
+                asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to[h] + column), "r"(x[0]),
+                             "r"(x[1]), "r"(x[2]), "r"(x[3])
+                             : "memory");
+        }
+        __syncwarp();
+    }
+};
+
 struct Consumer {
     const Params& p;
     const SharedStorage& shared;
     u32 warpgroup, thread;
-    bool turn;       // whether it has the next block's scores
-    u32 parity = 0;  // of the panels' barriers
+    u32 taken = 0;  // blocks before
 
     // The panel of a block that is this consumer's panel `own` of values.
     __device__ __forceinline__ u32 panel(int own) const { return own * 2 + warpgroup; }
@@ -338,24 +381,18 @@ struct Consumer {
         wgmma_fence();
 #pragma unroll
         for (u32 d = 0; d < HEAD; d += 16) {
-            if (d % PANEL == 0) mbarrier_wait(shared.full + d / PANEL * 8, parity);
+            if (d % PANEL == 0) mbarrier_wait(shared.full + d / PANEL * 8, taken % 2);
             Wgmma<KEYS, 0, 0>::step(s, q.at(QTile::step(0, d)), k.at(KTile::step(0, d)), d > 0);
         }
         wgmma_commit();
     }
 
-    // Issues o += P V for 16 keys and a panel; at a segment's `start` the first ones begin the sum.
-    __device__ __forceinline__ void multiply(Values& o, int own, const Weights& w, int sixteen,
-                                             bool start) const {
+    // Issues o += P V for a panel; at a segment's `start` o = P V.
+    __device__ __forceinline__ void multiply(Panel& o, int own, const Weights& w, bool start) const {
         const auto v = VTile::descriptor(values(own));
-        WgmmaFragment<PANEL, 1>::step(o[own], w[sixteen], v.at(VTile::step(0, sixteen * 16)),
-                                      sixteen > 0 || !start);
-    }
-
-    // The same for all keys of a block.
-    __device__ __forceinline__ void multiply(Values& o, int own, const Weights& w, bool start) const {
 #pragma unroll
-        for (int i = 0; i < KEYS / 16; ++i) multiply(o, own, w, i, start);
+        for (int i = 0; i < KEYS / 16; ++i)
+            WgmmaFragment<PANEL, 1>::step(o, w[i], v.at(VTile::step(0, i * 16)), i > 0 || !start);
         wgmma_commit();
     }
 
@@ -373,6 +410,9 @@ struct Consumer {
         }
     }
 
+    // Waits for all of the consumer's warps.
+    __device__ __forceinline__ void together() const { named_barrier(TOGETHER + warpgroup, 128); }
+
     // Zeroes values of keys from `valid` on: what lies there may be another sequence's.
     __device__ __forceinline__ void clear(int valid) const {
 #pragma unroll 1
@@ -381,7 +421,7 @@ struct Consumer {
             for (int i = thread; i < (KEYS - valid) * 8; i += 128)
                 store_shared_16(values(own) + VTile::step(0, valid) + i * 16, {0, 0, 0, 0});
         fence_async_proxy();
-        named_barrier(CLEARED + warpgroup, 128);
+        together();
     }
 
     // Before a block's products, whose softmax has its scale.
@@ -398,48 +438,67 @@ struct Consumer {
         wgmma_fence();
     }
 
-    // Leaves a block's panels as they are multiplied. Where a segment `ends`, each is merged, and kept or stored. The wait
-    // is in each branch, as ptxas would move it before the loads.
-    template <int own = 0>
+    // Leaves a block's panels as they are multiplied; f(own) then has what it wants of the values. The wait is in each
+    // branch, as ptxas would move it before the loads.
+    template <int own = 0, typename F>
+    __device__ __forceinline__ void leave(Values& o, F f) const {
+        wgmma_wait<OWN - 1 - own>();
+        pin(o[own]);
+        warp_arrive(shared.empty + panel(own) * 8);
+        f(own);
+        if constexpr (own + 1 < OWN) leave<own + 1>(o, f);
+    }
+
+    // The same where a segment ends: f(own, first, x) then has 32 columns of a panel from column `first` on, which are
+    // merged with the segments before. Loads of these are AHEAD.
+    template <typename F>
+    __device__ __forceinline__ void leave_merged(Values& o, const Total& total, F f) const {
+        Total::Held held[AHEAD];
+#pragma unroll
+        for (int chunk = 0; chunk < AHEAD; ++chunk) total.load(p, held[chunk], chunk);
+        leave(o, [&](int own) {
+#pragma unroll
+            for (int i = 0; i < PANEL / 2 / CHUNK; ++i) {
+                const int chunk = own * (PANEL / 2 / CHUNK) + i;
+                float* const x = o[own] + i * CHUNK;
+                total.merge(x, held[chunk % AHEAD]);
+                if (chunk + AHEAD < CHUNKS) total.load(p, held[chunk % AHEAD], chunk + AHEAD);
+                f(chunk, x);
+            }
+        });
+    }
+
+    // The same for all kinds of blocks.
     __device__ __forceinline__ void leave(const Ticket& ticket, int block, bool ends, Values& o,
                                           const Total& total) const {
-        if (ends) {
-            Total::Held held;
-            total.load(held, own);
-            wgmma_wait<OWN - 1 - own>();
-            pin(o[own]);
-            warp_arrive(shared.empty + panel(own) * 8);
-            total.merge(o[own], held);
-            if (SPLIT) {
-                Output{p, ticket}.store_segment(block, o[own], total, panel(own));
-            } else if (block + 1 == ticket.end) {
-                MergedRows all = total;
-                Output{p, ticket}.store(o[own], all, panel(own));
-            } else {
-                total.keep(o[own], own);
-            }
+        if (!ends) {
+            leave(o, [](int) {});
+        } else if (SPLIT) {
+            leave(o, [&](int own) { Output{p, ticket}.store_segment(block, o[own], total, panel(own)); });
+        } else if (block + 1 == ticket.end) {
+            const Results results(p, ticket, total, warpgroup == 0);
+            leave_merged(o, total, [&](int chunk, const float* x) {
+                results.store(x, panel(chunk / 2) * PANEL + chunk % 2 * 32);
+            });
         } else {
-            wgmma_wait<OWN - 1 - own>();
-            pin(o[own]);
-            warp_arrive(shared.empty + panel(own) * 8);
+            leave_merged(o, total, [&](int chunk, const float* x) { total.keep(p, x, chunk); });
         }
-        if constexpr (own + 1 < OWN) leave<own + 1>(ticket, block, ends, o, total);
     }
 
     // Goes over the keys of a tile.
     __device__ __forceinline__ void attend(const Ticket& ticket) {
+        Values o;
+        Total total;
         const Row upper = p.row(ticket, 0), lower = p.row(ticket, 1);
         const int first_seen = __shfl_sync(0xFFFFFFFF, ticket.sequence.first_seen(p.x, lower.query), 31);
         const int last_seen = __shfl_sync(0xFFFFFFFF, ticket.sequence.last_seen(p.x, upper.query), 0);
         const int end = ticket.end;
-        const u32 handed = shared.handed + thread * 16;
-        Values o;
-        Total total(p);
+        const u32 state = shared.state + thread * 16;
         Softmax segment;
         bool start = true;  // o has nothing of the segment
 #pragma unroll 1
-        for (int block = ticket.first; block < end; ++block, parity ^= 1, turn = !turn) {
-            const int valid = ticket.sequence.keys - block * KEYS;
+        for (int block = ticket.first; block < end; ++block, ++taken) {
+            const bool turn = (taken + warpgroup) % 2 == 0;
             if (start) segment.start();
             Weights w;
             if (turn) {
@@ -450,40 +509,33 @@ struct Consumer {
                 if (block + 1 == end) warp_arrive(shared.q_empty);
                 if (block * KEYS < first_seen || block * KEYS + KEYS > last_seen) hide(s, ticket, block);
                 segment.raise_to(s, p.x.c);
-                prepare(o, segment, start, valid);
+                together();  // all warps have read the keys where weights go
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; ++i) {
                     segment.weigh(s, w[i], i, p.x.c);
                     store_shared_16(weights(i), w[i]);
-                    wgmma_fence();
-#pragma unroll
-                    for (int own = 0; own < EARLY; ++own) multiply(o, own, w, i, start);
                 }
-                segment.store(handed);
-                arrive_at<CONSUMERS>(HANDED + warpgroup);
-#pragma unroll
-                for (int own = 0; own < EARLY; ++own) wgmma_commit();  // all but the first are empty
+                segment.store(state);
+                warp_arrive(shared.handed + warpgroup * 8);
             } else {
                 if (block + 1 == end) warp_arrive(shared.q_empty);
-                wait_for<CONSUMERS>(HANDED + (warpgroup ^ 1));
+                mbarrier_wait(shared.handed + (warpgroup ^ 1) * 8, taken / 2 % 2);
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; ++i) load_shared_16(w[i], weights(i));
-                segment.load(handed);
+                segment.load(state);
                 fence_async_proxy();  // weights were ordinary accesses
                 warp_arrive(shared.empty + (PANELS - 1) * 8);
-                prepare(o, segment, start, valid);
-#pragma unroll
-                for (int own = 0; own < EARLY; ++own) multiply(o, own, w, start);
             }
+            prepare(o, segment, start, ticket.sequence.keys - block * KEYS);
 #pragma unroll
-            for (int own = EARLY; own < OWN; ++own) multiply(o, own, w, start);
+            for (int own = 0; own < OWN; ++own) multiply(o[own], own, w, start);
             const bool ends = block + 1 == end || (block + 1) % BLOCKS == 0;
             if (ends) total.add(segment);
             leave(ticket, block, ends, o, total);
             pin(w);
             start = ends;
             if (ends) total.any = true;
-            if (SPLIT && ends) total = Total(p);  // segments are merged elsewhere
+            if (SPLIT && ends) total = Total();  // segments are merged elsewhere
         }
     }
 
@@ -514,6 +566,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             mbarrier_init(shared.full + panel * 8, 1);
             mbarrier_init(shared.empty + panel * 8, 4 * WARP_ARRIVALS);
         }
+        for (u32 consumer = 0; consumer < 2; ++consumer)
+            mbarrier_init(shared.handed + consumer * 8, 4 * WARP_ARRIVALS);
         mbarrier_init(shared.q_full, 1);
         mbarrier_init(shared.q_empty, CONSUMERS / 32 * WARP_ARRIVALS);
         mbarrier_init_fence();
@@ -530,6 +584,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x < CONSUMERS + 32) producer(shared, p);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        Consumer{p, shared, warpgroup, threadIdx.x % 128, warpgroup == 0}.run();
+        Consumer{p, shared, warpgroup, threadIdx.x % 128}.run();
     }
 }

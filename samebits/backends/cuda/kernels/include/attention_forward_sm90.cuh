@@ -121,7 +121,7 @@ struct RowsOutput {
         __syncwarp();
     }
 
-  private:
+  protected:
     static __device__ __forceinline__ int lane() { return threadIdx.x % 4; }
 
     // Where o has the first of row h's two columns of eight.
