@@ -275,17 +275,21 @@ constexpr int AHEAD = 2;
 struct Total : MergedRows {
     using Held = float4[CHUNK / 4];
 
-    // What this has of a chunk.
+    // What this has of a chunk. There is no branch: ptxas would move a wait for products before it.
     __device__ __forceinline__ void load(const Params& p, Held& held, int chunk) const {
 #pragma unroll
         for (int i = 0; i < CHUNK / 4; ++i) {
             float4& x = held[i];
             x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (any)
-                asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                             : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                             : "l"(at(p, chunk, i))
-                             : "memory");
+            asm volatile(
+                "{\n"
+                ".reg .pred any;\n"
+                "setp.ne.u32 any, %5, 0;\n"
+                "@any ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                "}\n"
+                : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w)
+                : "l"(at(p, chunk, i)), "r"(u32(any))
+                : "memory");
         }
     }
 
