@@ -267,9 +267,9 @@ struct Softmax : OnlineSoftmax {
     }
 };
 
-constexpr int CHUNK = 16;                     // values that are merged together, of 32 columns
-constexpr int CHUNKS = OWN * PANEL / 2 / CHUNK;  // of a thread
-constexpr int AHEAD = 2;
+constexpr int CHUNK = 16;                  // a thread's values that are merged together, of 32 columns
+constexpr int CHUNKS = PANEL / 2 / CHUNK;  // of a panel
+constexpr int AHEAD = 2;                   // chunks whose loads are under way
 
 // What segments before the current one come to.
 struct Total : MergedRows {
@@ -329,7 +329,8 @@ struct Results : Output {
     Stored* to[2];
     bool exists[2];
 
-    __device__ __forceinline__ Results(const Params& p, const Ticket& ticket, const MergedRows& total, bool first)
+    __device__ __forceinline__ Results(const Params& p, const Ticket& ticket, const MergedRows& total,
+                                       bool first)
         : Output{p, ticket} {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -453,40 +454,42 @@ struct Consumer {
         if constexpr (own + 1 < OWN) leave<own + 1>(o, f);
     }
 
-    // The same where a segment ends: f(own, first, x) then has 32 columns of a panel from column `first` on, which are
-    // merged with the segments before. Loads of these are AHEAD.
+    // Merges a panel with the segments before, and hands it to f(chunk, x) by chunks. `held` has the next ones.
     template <typename F>
-    __device__ __forceinline__ void leave_merged(Values& o, const Total& total, F f) const {
+    __device__ __forceinline__ void merge(Values& o, int own, const Total& total, Total::Held (&held)[AHEAD],
+                                          F f) const {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            const int chunk = own * CHUNKS + i;
+            float* const x = o[own] + i * CHUNK;
+            total.merge(x, held[chunk % AHEAD]);
+            if (chunk + AHEAD < OWN * CHUNKS) total.load(p, held[chunk % AHEAD], chunk + AHEAD);
+            f(chunk, x);
+        }
+    }
+
+    // Merges a segment that more keys of the tile follow.
+    __device__ __forceinline__ void keep(Values& o, Total& total) const {
+        Total::Held held[AHEAD];
+#pragma unroll
+        for (int chunk = 0; chunk < AHEAD; ++chunk) total.load(p, held[chunk], chunk);
+#pragma unroll
+        for (int own = 0; own < OWN; ++own)
+            merge(o, own, total, held, [&](int chunk, const float* x) { total.keep(p, x, chunk); });
+        total.any = true;
+    }
+
+    // Stores the panels of a tile's last block as they are multiplied.
+    __device__ __forceinline__ void store(const Ticket& ticket, Values& o, const Total& total) const {
+        const Results results(p, ticket, total, warpgroup == 0);
         Total::Held held[AHEAD];
 #pragma unroll
         for (int chunk = 0; chunk < AHEAD; ++chunk) total.load(p, held[chunk], chunk);
         leave(o, [&](int own) {
-#pragma unroll
-            for (int i = 0; i < PANEL / 2 / CHUNK; ++i) {
-                const int chunk = own * (PANEL / 2 / CHUNK) + i;
-                float* const x = o[own] + i * CHUNK;
-                total.merge(x, held[chunk % AHEAD]);
-                if (chunk + AHEAD < CHUNKS) total.load(p, held[chunk % AHEAD], chunk + AHEAD);
-                f(chunk, x);
-            }
-        });
-    }
-
-    // The same for all kinds of blocks.
-    __device__ __forceinline__ void leave(const Ticket& ticket, int block, bool ends, Values& o,
-                                          const Total& total) const {
-        if (!ends) {
-            leave(o, [](int) {});
-        } else if (SPLIT) {
-            leave(o, [&](int own) { Output{p, ticket}.store_segment(block, o[own], total, panel(own)); });
-        } else if (block + 1 == ticket.end) {
-            const Results results(p, ticket, total, warpgroup == 0);
-            leave_merged(o, total, [&](int chunk, const float* x) {
-                results.store(x, panel(chunk / 2) * PANEL + chunk % 2 * 32);
+            merge(o, own, total, held, [&](int chunk, const float* x) {
+                results.store(x, panel(own) * PANEL + chunk % CHUNKS * 2 * CHUNK);
             });
-        } else {
-            leave_merged(o, total, [&](int chunk, const float* x) { total.keep(p, x, chunk); });
-        }
+        });
     }
 
     // Goes over the keys of a tile.
@@ -503,11 +506,13 @@ struct Consumer {
 #pragma unroll 1
         for (int block = ticket.first; block < end; ++block, ++taken) {
             const bool turn = (taken + warpgroup) % 2 == 0;
+            const bool unfinished = !SPLIT && start && block > ticket.first;  // o is not merged yet
             if (start) segment.start();
             Weights w;
             if (turn) {
                 Scores s;
                 multiply(s);
+                if (unfinished) keep(o, total);
                 wgmma_wait<0>();
                 pin(s);
                 if (block + 1 == end) warp_arrive(shared.q_empty);
@@ -522,6 +527,7 @@ struct Consumer {
                 segment.store(state);
                 warp_arrive(shared.handed + warpgroup * 8);
             } else {
+                if (unfinished) keep(o, total);
                 if (block + 1 == end) warp_arrive(shared.q_empty);
                 mbarrier_wait(shared.handed + (warpgroup ^ 1) * 8, taken / 2 % 2);
 #pragma unroll
@@ -533,13 +539,17 @@ struct Consumer {
             prepare(o, segment, start, ticket.sequence.keys - block * KEYS);
 #pragma unroll
             for (int own = 0; own < OWN; ++own) multiply(o[own], own, w, start);
-            const bool ends = block + 1 == end || (block + 1) % BLOCKS == 0;
-            if (ends) total.add(segment);
-            leave(ticket, block, ends, o, total);
+            start = block + 1 == end || (block + 1) % BLOCKS == 0;
+            if (start) total.add(segment);
+            if (SPLIT && start) {  // segments are merged elsewhere
+                leave(o, [&](int own) { Output{p, ticket}.store_segment(block, o[own], total, panel(own)); });
+                total = Total();
+            } else if (block + 1 == end) {
+                store(ticket, o, total);
+            } else {
+                leave(o, [](int) {});
+            }
             pin(w);
-            start = ends;
-            if (ends) total.any = true;
-            if (SPLIT && ends) total = Total();  // segments are merged elsewhere
         }
     }
 
