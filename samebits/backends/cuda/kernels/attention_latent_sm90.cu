@@ -17,15 +17,16 @@
 //   q_full, q_empty   a ticket and its tile of queries have arrived; both consumers need them no more
 //   full[panel]       64 columns of a block of keys have arrived
 //   empty[panel]      the consumer that reads them last has read them
-//   HANDED + w        a named one: consumer w has written a block's weights, and its softmax's state, for the other
+//   handed[w]         consumer w has written a block's weights, and its softmax's state, for the other
+//   TOGETHER + w      a named one: all warps of consumer w
 //
-// Timeline of a block that consumer 0 has the scores of. Its first panels are multiplied as its weights come, one step
-// of 16 keys after another. A panel is loaded again as soon as it is multiplied, which is when a segment's values are
-// merged, or stored, panel by panel.
+// Timeline of blocks that consumers 0 and 1 have the scores of, in this order. A panel is loaded again as soon as it is
+// multiplied. Where a segment ends, its values are merged under the next scores; where a tile ends, they are stored panel
+// by panel as they are multiplied.
 //
-//   consumer 0   |QK, as panels arrive|max|exp2, P V 0, 2   |P V 4|P V 6|
-//   consumer 1                            |                 |P V 1|P V 3|P V 5|P V 7|QK of the next block
-//   loads        | ... 7|                                   |8, 0    |1, 2   |3, 4  | ...
+//   consumer 0   |QK, as panels arrive; merge|max|exp2|P V 0|P V 2|P V 4|P V 6|merge|
+//   consumer 1          |merge|                       |P V 1|P V 3|P V 5|P V 7|QK of the next block; merge|
+//   loads        | ... 7|                             |8    |0, 1 |2, 3 |4, 5 | ...
 //
 // Weights go from one consumer to the other where the keys' columns past the values were, as nobody needs them again.
 //
