@@ -130,6 +130,12 @@ def _of_channels(x: Operands) -> tuple[Tensor, ...]:
     return x["x"][:, 0], dt, A, x["B"][:, 0], x["C"][:, 0], none, None, none  # type: ignore[return-value]
 
 
+def _of_scan(x: Operands) -> tuple[Tensor, ...]:
+    """The same of a selective scan."""
+    none = torch.zeros(CHANNELS, device=DEVICE)
+    return (*_last(x).values(), none, None, none)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A recurrent layer.
@@ -197,7 +203,7 @@ LAYERS = {
         _scan,
         (
             *("mamba-ssm", "mamba_ssm.ops.triton.selective_state_update", "selective_state_update"),
-            lambda f, x, state: f(state, *_last(x).values()),
+            lambda f, x, state: f(state, *_of_scan(x)),
         ),
         ((CHANNELS, 16), torch.float32),
         2,

@@ -84,7 +84,7 @@ def gpu_paged(data: dict[str, Any]) -> str:
     """Decoding over pages."""
     names = list(data["cases"][0]["us"])
     rows = [
-        [f"{c['rows']} x {c['keys']:,}", c["page"], *(f"{c['us'][name]:.1f}" for name in names)]
+        [f"{c['rows']} x {c['keys']:,}", str(c["page"]), *(f"{c['us'][name]:.1f}" for name in names)]
         for c in data["cases"]
     ]
     head = ["sequences x keys", "slots of a page", *(f"{name}, µs" for name in names)]
