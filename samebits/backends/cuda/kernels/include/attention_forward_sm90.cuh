@@ -80,10 +80,9 @@ struct RowsOutput {
     const Ticket& ticket;
 
     // What all keys come to, o = `total`'s.
-    __device__ __forceinline__ void store(const float (&o)[COLUMNS / 2], MergedRows& total,
-                                          u32 part = 0) const {
+    __device__ __forceinline__ void store(const float (&o)[COLUMNS / 2], MergedRows& total) const {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) store_row(p.row(ticket, h), h, o, total.rows[h], part);
+        for (int h = 0; h < 2; ++h) store_row(p.row(ticket, h), h, o, total.rows[h]);
         __syncwarp();
     }
 
@@ -139,10 +138,10 @@ struct RowsOutput {
     }
 
     __device__ __forceinline__ void store_row(const Row& row, int h, const float (&o)[COLUMNS / 2],
-                                              Merged& merged, u32 part) const {
+                                              Merged& merged) const {
         const float scale = p.sinks ? merged.add_sink(p.sinks[row.exists ? row.head : 0]) : 1.0f;
         const float inverse = merged.inverse();
-        Stored* const to = out(row, part);
+        Stored* const to = out(row, 0);
 #pragma unroll
         for (int u = 0; u < COLUMNS / 8; u += 4) {
             u32 columns[4] = {};
@@ -159,7 +158,7 @@ struct RowsOutput {
                 *reinterpret_cast<uint4*>(to + column) =
                     make_uint4(columns[0], columns[1], columns[2], columns[3]);
         }
-        if (row.exists && part == 0 && lane() == 0) merged.store(p.lse, p.lse2, lse_at(row));
+        if (row.exists && lane() == 0) merged.store(p.lse, p.lse2, lse_at(row));
     }
 };
 
