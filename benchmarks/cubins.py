@@ -505,7 +505,7 @@ def recurrent_layers() -> Iterator[Kernel]:
             options = {"hardware_exp2": True, "weighted": weighted}
             for part in (linear.states, linear.rows):
                 yield linear_attention.kernel_spec(part, x, 64, **options), HOPPER
-            yield linear_attention.kernel_spec(linear_attention.BEGIN, x, 64, keep=True, **options), HOPPER
+            yield linear_attention.kernel_spec(linear_attention.BEGIN, x, 64, **options), HOPPER
             yield linear_attention.kernel_spec(linear.states, F16, 80, keep=True, **options), HOPPER
         of_linear: tuple[Any, ...] = ()
         if x is BF16 and not (by_channel or erases):

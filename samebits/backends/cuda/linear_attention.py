@@ -188,11 +188,10 @@ def run(
     (tokens, heads, size), (_, key_heads, key_size) = v.shape, q.shape
     sequences, padded = len(x.spans), padded_size(key_size)
     weighted, keep = x.weights is not None, records is not None
-    if schedule is None:
-        of = padded, size, sequences * heads
-        schedule = (
-            choose_linear(*of, weighted, device) if x.beta is None else choose_chunks(*of, keep, device)
-        )
+    if schedule is None and x.beta is None:
+        schedule = choose_linear(padded, size, weighted, device)
+    elif schedule is None:
+        schedule = choose_chunks(padded, size, sequences * heads, keep, device)
     places, shared = tokens // CHUNK + 2 * sequences, 1
     own = {"out": out, "closed": closed, "records": records}
     parts: tuple[Part, ...]
@@ -245,9 +244,18 @@ def backward(
     sequences, padded, weighted = len(x.spans), padded_size(key_size), x.weights is not None
     places, shared = tokens // CHUNK + 2 * sequences, _shared(schedule.heads, heads // key_heads)
     options = {"hardware_exp2": hardware_exp2, "weighted": weighted}
+    names = "matrices", "values", "rows"
+    runtime.announce(
+        (
+            kernel_spec(BEGIN, dtype, padded, **options),
+            kernel_spec(schedule.states, dtype, padded, **options, keep=True),
+            *(gradients_spec(name, schedule, dtype, padded, size, **options) for name in names),
+        ),
+        device,
+    )
     begin = _kernel(device, BEGIN, dtype, padded, **options)
     kernels = [_kernel(device, schedule.states, dtype, padded, **options, keep=True)]
-    for name in ("matrices", "values", "rows"):
+    for name in names:
         kernels.append(_gradients_kernel(device, name, schedule, dtype, padded, size, **options))
 
     def leave(*words: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -91,8 +91,8 @@ def catalogue_of_linear() -> Iterator[Linear]:
         yield Linear(LinearStates(*states), of_rows)
 
 
-def choose_linear(key_size: int, size: int, blocks: int, weighted: bool, device: int) -> Linear:
-    """The schedule for sequences times heads `blocks`."""
+def choose_linear(key_size: int, size: int, weighted: bool, device: int) -> Linear:
+    """The schedule for heads of these sizes."""
     info = devices.device_info(device)
     states = [LinearStates(4, 64, stages) for stages in (4, 3, 2)]
     rows = [LinearRows(*shape) for shape in ((128, 8, 1, 8), (64, 4, 1, 8), (32, 2, 1, 8), (16, 1, 1, 8))]
@@ -172,7 +172,7 @@ def choose_linear_gradients(
 ) -> LinearGradients | None:
     """The schedule for sequences times heads `blocks`; None: this GPU has too little shared memory."""
     info = devices.device_info(device)
-    states = choose_linear(key_size, size, blocks, weighted, device).states
+    states = choose_linear(key_size, size, weighted, device).states
     alone = blocks * -(-key_size // 32) <= info.sm_count  # on a multiprocessor
     wanted = [LinearGradients(states, *of, 8) for of in (*([(32, 3)] if alone else []), (32, 2), (16, 2))]
     fitting = (s for s in wanted if s.most_memory(key_size, size, weighted) <= info.max_smem)

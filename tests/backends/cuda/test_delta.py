@@ -208,8 +208,8 @@ def test_every_size_of_linear_attention_has_a_schedule_that_fits(
     on_gpu_with(84, kib, monkeypatch)
     known = [*catalogue_of_linear()]
     sizes = (16, 128, 256), (1, 17, 64, 128, 256)
-    for key_size, size, blocks, weighted in itertools.product(*sizes, (1, 1000), (False, True)):
-        found = choose_linear(key_size, size, blocks, weighted, 0)
+    for key_size, size, weighted in itertools.product(*sizes, (False, True)):
+        found = choose_linear(key_size, size, weighted, 0)
         for part in (found.states, found.rows):
             assert part.memory(key_size, weighted) <= kib << 10
         assert found.states in [s.states for s in known]
