@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import statistics
+import struct
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ from benchmarks import (
     held_out,
     logp,
     models,
+    offline,
     peers,
     plot,
     price,
@@ -647,3 +649,33 @@ def test_tables_of_fp8() -> None:
     assert "| 1.50, 9 |" in gpu_scaled_grouped(data)
     assert "2.00 TB/s" in gpu_scaled_grouped(data)
     assert "| 0.90, 2.0 us |" in gpu_quantize(data)
+
+
+def test_code_of_other_gpus_becomes_zeros(tmp_path: Path) -> None:
+    """Machine code of Hopper and small PTX stay where they are, and so does all that is no GPU code."""
+    ptx, machine, head = 1, 2, 64
+    images = [
+        (ptx, 80, b"small"),
+        (ptx, 80, b"P" * 300_000),
+        (machine, 80, b"8" * 99),
+        (machine, 90, b"9" * 99),
+    ]
+    entries = b"".join(
+        struct.pack("<HHIQ", kind, 0, head, len(code))
+        + struct.pack("<12xI", arch).ljust(head - 16, b"h")
+        + code
+        for kind, arch, code in images
+    )
+    whole = (
+        b"ELF"
+        + offline.FATBIN
+        + struct.pack("<HHQ", 1, 16, len(entries))
+        + entries
+        + offline.FATBIN
+        + b"x" * 12
+    )
+    library = tmp_path / "library.so"
+    library.write_bytes(whole)
+    offline.without_other_code(library, offline._not_hopper)
+    expected = whole.replace(b"P" * 300_000, bytes(300_000)).replace(b"8" * 99, bytes(99))
+    assert library.read_bytes() == expected
