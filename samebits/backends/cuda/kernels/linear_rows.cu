@@ -11,8 +11,7 @@
 #include "linear.cuh"
 
 constexpr int KEY_STEPS = KEY_SIZE / 16, WIDE = TILE / 16 / WARPS, COLUMNS = CHUNK + PAD, VALUES = TILE + PAD;
-constexpr int SCORES = 10,
-              OWN = (SCORES + WARPS - 1) / WARPS;  // of 16 x 16 scores, up to the diagonal; a warp's
+constexpr int OWN = (SCORES + WARPS - 1) / WARPS;  // a warp's blocks of scores
 
 struct Memory {
     Stored queries[CHUNK * KEYS], keys[CHUNK * KEYS];
@@ -50,12 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_rows(const 
             cp_async_16(shared_address(m.matrix[stage] + x), from + x);
         load_whole(m.decays[stage], p.decays[index]);
     };
-    const int key_head = first_head / p.group;
-    load_given<KEYS, KEY_SIZE>(m.queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, first,
-                               count, p.key_size);
-    load_rows<KEYS, KEY_SIZE>(m.keys, opened_keys(p, sequence, first_head), p.key_size,
-                              p.k + key_head * p.k_head + token * p.k_token, p.k_token, first, count,
-                              p.key_size);
+    load_queries_and_keys(p, m.queries, m.keys, sequence, first_head, token, first, count);
     cp_async_commit();
     for (int n = 0; n < STAGES; ++n) {
         if (n < p.shared) load(n);
@@ -65,20 +59,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_rows(const 
     cp_async_wait<STAGES>();
     __syncthreads();
     float of_queries[OWN][2][4] = {};
-#pragma unroll
-    for (int x = 0; x < OWN; ++x) {
-        const int block = warp + x * WARPS;
-        if (block >= SCORES) continue;
-        const Stored *queries = m.queries + row_of(block) * KEYS, *keys = m.keys + column_of(block) * KEYS;
-#pragma unroll 4
-        for (int d = 0; d < KEY_SIZE; d += 16) {
-            u32 left[4], right[4];
-            ldmatrix_x4<false>(left, by_rows(queries + d, KEYS));
-            ldmatrix_x4<false>(right, by_columns(keys + d, KEYS));
-            mma_m16n8k16<TYPE == BF16>(of_queries[x][0], left, right);
-            mma_m16n8k16<TYPE == BF16>(of_queries[x][1], left, right + 2);
-        }
-    }
+    multiply_scores(
+        of_queries, [&](int block) { return m.queries + row_of(block) * KEYS; },
+        [&](int block) { return m.keys + column_of(block) * KEYS; });
 
     const int own_step = warp * WIDE;  // the first 16 columns of this warp, of the block's
     const auto has = [&](int x) { return first_step + own_step + x < value_steps; };
@@ -156,11 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_rows(const 
         const i64 line = i64(p.heads) * p.size, at = token * line + i64(head) * p.size + column;
 #if WEIGHTED
         float skips[WIDE * 4];
-#pragma unroll
-        for (int x = 0; x < WIDE * 4; ++x) {
-            const int e = column + x / 2 * 8 + in_pair + x % 2;
-            skips[x] = p.skip && e < p.size ? p.skip[i64(head) * p.size + e] : 0.0f;
-        }
+        read_skips<WIDE>(p, skips, head, column);
 #endif
 #pragma unroll
         for (int x = 0; x < WIDE * 16; ++x) {

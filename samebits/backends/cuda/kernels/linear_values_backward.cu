@@ -14,7 +14,7 @@ constexpr int KEY_STEPS = KEY_SIZE / 16, VALUE_STEPS = VALUE_SIZE / 16, WIDE = T
 constexpr int TILES = (VALUE_SIZE + TILE - 1) / TILE,
               ROWS = THREADS < CHUNK ? CHUNK / THREADS : 1;  // of a thread
 constexpr int COLUMNS = CHUNK + PAD, VALUES = TILE + PAD, FLOATS = TILE + 4;
-constexpr int SCORES = 10, OWN = (SCORES + WARPS - 1) / WARPS;  // of 16 x 16 from the diagonal on; a warp's
+constexpr int OWN = (SCORES + WARPS - 1) / WARPS;  // a warp's blocks of scores
 
 struct Memory {
     Stored queries[CHUNK * KEYS], keys[CHUNK * KEYS];
@@ -63,32 +63,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
         cp_async_commit();
     };
-    const int key_head = first_head / p.group;
-    load_given<KEYS, KEY_SIZE>(m.queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, first,
-                               count, p.key_size);
-    load_rows<KEYS, KEY_SIZE>(m.keys, opened_keys(p, sequence, first_head), p.key_size,
-                              p.k + key_head * p.k_head + token * p.k_token, p.k_token, first, count,
-                              p.key_size);
+    load_queries_and_keys(p, m.queries, m.keys, sequence, first_head, token, first, count);
     cp_async_commit();
     load(0);
 
     cp_async_wait<1>();
     __syncthreads();
     float of_keys[OWN][2][4] = {};
-#pragma unroll
-    for (int x = 0; x < OWN; ++x) {
-        const int block = warp + x * WARPS;
-        if (block >= SCORES) continue;
-        const Stored *keys = m.keys + column_of(block) * KEYS, *queries = m.queries + row_of(block) * KEYS;
-#pragma unroll 4
-        for (int d = 0; d < KEY_SIZE; d += 16) {
-            u32 left[4], right[4];
-            ldmatrix_x4<false>(left, by_rows(keys + d, KEYS));
-            ldmatrix_x4<false>(right, by_columns(queries + d, KEYS));
-            mma_m16n8k16<TYPE == BF16>(of_keys[x][0], left, right);
-            mma_m16n8k16<TYPE == BF16>(of_keys[x][1], left, right + 2);
-        }
-    }
+    multiply_scores(
+        of_keys, [&](int block) { return m.keys + column_of(block) * KEYS; },
+        [&](int block) { return m.queries + row_of(block) * KEYS; });
     // Below the diagonal they are zeros, which the chains go through, too.
     for (int x = threadIdx.x; x < CHUNK * CHUNK; x += THREADS) {
         const int j = x / CHUNK, i = x % CHUNK;
@@ -171,11 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         __syncwarp();
 #if WEIGHTED
         float skips[WIDE * 4];
-#pragma unroll
-        for (int x = 0; x < WIDE * 4; ++x) {
-            const int e = column + x / 2 * 8 + in_pair + x % 2;
-            skips[x] = p.skip && e < p.size ? p.skip[i64(head) * p.size + e] : 0.0f;
-        }
+        read_skips<WIDE>(p, skips, head, column);
 #endif
 #pragma unroll
         for (int x = 0; x < WIDE * 16; ++x) {

@@ -145,11 +145,55 @@ __device__ __forceinline__ void load_whole(T& to, const T& from) {
         cp_async_16(shared_address(&to) + x * 16, reinterpret_cast<const uint4*>(&from) + x);
 }
 
+constexpr int SCORES = 10;  // blocks of 16 x 16, up to the diagonal
+
 // The block of 16 x 16 scores at a place of their triangle, up to the diagonal: its first row and column.
 __device__ __forceinline__ int row_of(int block) { return ((block >= 1) + (block >= 3) + (block >= 6)) * 16; }
 __device__ __forceinline__ int column_of(int block) {
     const int row = row_of(block) / 16;
     return (block - row * (row + 1) / 2) * 16;
+}
+
+// Products of a warp's OWN blocks of scores: of rows that `left` and `right` give for a block's place.
+template <int OWN, class Left, class Right>
+__device__ __forceinline__ void multiply_scores(float (&found)[OWN][2][4], const Left& left_of,
+                                                const Right& right_of) {
+#pragma unroll
+    for (int x = 0; x < OWN; ++x) {
+        const int block = threadIdx.x / 32 + x * WARPS;
+        if (block >= SCORES) continue;
+        const Stored *lefts = left_of(block), *rights = right_of(block);
+#pragma unroll 4
+        for (int d = 0; d < KEY_SIZE; d += 16) {
+            u32 left[4], right[4];
+            ldmatrix_x4<false>(left, by_rows(lefts + d, KEYS));
+            ldmatrix_x4<false>(right, by_columns(rights + d, KEYS));
+            mma_m16n8k16<TYPE == BF16>(found[x][0], left, right);
+            mma_m16n8k16<TYPE == BF16>(found[x][1], left, right + 2);
+        }
+    }
+}
+
+// Loads queries and keys of a chunk, which heads from `first_head` on have in common.
+__device__ __forceinline__ void load_queries_and_keys(const Params& p, Stored* queries, Stored* keys,
+                                                      int sequence, int first_head, i64 token, int first,
+                                                      int count) {
+    const int key_head = first_head / p.group;
+    load_given<KEYS, KEY_SIZE>(queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, first,
+                               count, p.key_size);
+    load_rows<KEYS, KEY_SIZE>(keys, opened_keys(p, sequence, first_head), p.key_size,
+                              p.k + key_head * p.k_head + token * p.k_token, p.k_token, first, count,
+                              p.key_size);
+}
+
+// D of the columns that a lane has of a warp's 16 * WIDE from `column` on; zeros if there is none.
+template <int WIDE>
+__device__ __forceinline__ void read_skips(const Params& p, float (&skips)[WIDE * 4], int head, int column) {
+#pragma unroll
+    for (int x = 0; x < WIDE * 4; ++x) {
+        const int e = column + x / 2 * 8 + threadIdx.x % 4 * 2 + x % 2;
+        skips[x] = p.skip && e < p.size ? p.skip[i64(head) * p.size + e] : 0.0f;
+    }
 }
 
 // Stores a warp's 16 * WIDE columns of rows `first` to `count` - 1, of which the first `columns` are there.
