@@ -1,8 +1,8 @@
 """Delta rules and linear attention on CUDA tensors: ``kernels/delta*.cu``.
 
 ``delta.cu`` computes every forward. Where each sequence has one token, ``delta_step*.cu`` are faster, and
-with one decay for each head so is :mod:`samebits.backends.cuda.linear_attention`. With a decay for each
-channel, ``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
+where it has many, :mod:`samebits.backends.cuda.linear_attention`. With a decay for each channel,
+``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
 
 For gradients the forward's kernels go through the chunks again, and keep a record of each of them. A kernel
 goes through them backwards, as each needs the gradient of the next one's matrix. With both in its record,
@@ -21,6 +21,7 @@ from torch import Tensor
 from samebits.backends.arch import SM_80
 from samebits.backends.cuda import compiler, linear_attention, matmul, runtime, ssd_steps
 from samebits.backends.cuda.delta_prepare import (
+    Prepared,
     dense,
     places_of,
     prepare,
@@ -171,9 +172,9 @@ def _check_sequences(x: Delta) -> None:
 
 def _goes_by_chunks(x: Delta, tensor_core: bool) -> bool:
     """Whether :mod:`samebits.backends.cuda.linear_attention` has calls of many tokens, and records."""
-    if not tensor_core or x.by_channel:
+    if not tensor_core:
         return False
-    return x.beta is None or takes_chunks(padded_size(x.q.shape[2]), x.q.get_device())
+    return x.beta is None or takes_chunks(padded_size(x.q.shape[2]), x.by_channel, x.q.get_device())
 
 
 def _run(
@@ -183,7 +184,7 @@ def _run(
     closed: Tensor | None,
     records: Tensor | None,
     schedule: Schedule | Step | Linear | DeltaChunks | None,
-    prepared: Tensor | None = None,
+    prepared: Prepared | None = None,
 ) -> None:
     """Results, or with `records` what gradients need of every chunk."""
     _check_sequences(x)
@@ -208,14 +209,16 @@ def _run(
         schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, delta, device)
     if not isinstance(schedule, Step):
         x = x.computed(ssd_steps.ssd_steps)
-    if isinstance(schedule, (Linear, DeltaChunks)) or (schedule is None and linear):
-        linear_attention.run(x, (q, k, v), state, out, closed, records, schedule, hardware_exp2)
+    whole = isinstance(schedule, (Linear, DeltaChunks)) or (schedule is None and linear)
+    if x.by_channel and prepared is None and not isinstance(schedule, Step):
+        prepared = prepare(x, state, None, tensor_core=tensor_core, systems=whole)
+    if whole:
+        given = x, (q, k, v), state, out, closed, records, schedule, hardware_exp2
+        linear_attention.run(*given, prepared)
         return
     if schedule is None:
         of = x.q.dtype, padded, size, sequences * heads
         schedule = choose(*of, few, tensor_core, x.by_channel, device, weighted)
-    if x.by_channel and prepared is None and not isinstance(schedule, Step):
-        prepared = prepare(x, state, None, tensor_core=tensor_core)
     if records is not None and state is not None:
         state = state.clone()  # which is updated
     rule: dict[str, Any] = {"delta": delta, "weighted": weighted, "by_channel": x.by_channel}
@@ -246,7 +249,7 @@ def _run(
         *(own.offset(name) for name in parts),
         *(key_size, size, heads, heads // key_heads, tokens, out is not None and out.dtype != v.dtype),
         x.scale,
-        address(prepared),
+        0 if prepared is None else address(prepared.chunks),
         *(() if x.steps is None else ssd_steps.values_of(x.steps)),
     )
 
@@ -416,10 +419,14 @@ def _backward_by_records(
         dtype=torch.uint8,
         device=q.device,
     )
-    prepared = prepare(x, state, records, tensor_core=tensor_core) if x.by_channel else None
+    prepared, left = None, None
+    if x.by_channel:
+        whole = _goes_by_chunks(x, tensor_core)
+        prepared = prepare(x, state, records, tensor_core=tensor_core, systems=whole)
+        left = prepared.chunks
     _run(x, state, None, None, records, None, prepared)
     if schedule.registers:
-        prepared = runtime.empty((places * heads, GRADIENT_SCORE_BYTES // 4), torch.float32, device)
+        left = runtime.empty((places * heads, GRADIENT_SCORE_BYTES // 4), torch.float32, device)
     own = layout("delta", heads, key_size, size, dtype, x.by_channel, weighted)
     rows = found["rows"]
     given = (
@@ -433,7 +440,7 @@ def _backward_by_records(
         own.words if state is None else state.stride(0),
         *(key_size, size, heads, group, tokens, sequences),
         x.scale,
-        address(prepared),
+        address(left),
     )
     grids = {
         "scores": (places, heads, 1),

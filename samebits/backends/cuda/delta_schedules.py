@@ -19,8 +19,7 @@ __all__ = [
     "GRADIENT_SCORE_BYTES",
     "SCORE_BYTES",
     "STEP_KEYS",
-    "SYSTEM_BYTES",
-    "DeltaChunks",
+        "DeltaChunks",
     "DeltaGradients",
     "Schedule",
     "Step",
@@ -33,6 +32,7 @@ __all__ = [
     "choose_of_gradients",
     "choose_step",
     "prepared_memory",
+    "system_bytes",
     "takes_chunks",
 ]
 
@@ -185,10 +185,13 @@ def choose_step(
 
 CHUNK_KEYS = 128
 """The largest keys of the kernels that go through whole chunks with the delta rule."""
-SYSTEM_BYTES = 4 * (4 + BLOCK) * CHUNK + 6 * 512
-"""``struct System``: what a chunk's triangular system has of keys and decays."""
 SCORE_BYTES = 10 * 512
 """``struct Scores``."""
+
+
+def system_bytes(by_channel: bool) -> int:
+    """``struct System``: what a chunk's triangular system has of keys and decays."""
+    return 4 * (BLOCK + (1 if by_channel else 4)) * CHUNK + 6 * 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +206,18 @@ class DeltaChunks:
     warps: int
     stages: int = 3
 
-    def memory(self, key_size: int, keep: bool = False) -> int:
+    def memory(self, key_size: int, keep: bool = False, by_channel: bool = False) -> int:
         """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types; `keep` is for gradients."""
-        of_stage = 2 * CHUNK * (key_size + 8 + 16 * self.warps + 8) + SYSTEM_BYTES
+        rows = 2 * CHUNK * (key_size + 8)
+        of_keys = rows + system_bytes(by_channel) + ((rows + 4 * key_size) if by_channel else 0)
         of_warp = 4 * 16 * 20 + 2 * 16 * key_size
         if keep:
             of_warp += 2 * 4 * (key_size // 8 * 136 + 16 + 16 * (CHUNK + 4))
         else:
-            of_stage += 2 * CHUNK * (key_size + 8) + SCORE_BYTES
+            of_keys += rows + SCORE_BYTES
             of_warp += 2 * 16 * key_size
-        return self.stages * of_stage + self.warps * of_warp
+        of_values = self.stages * 2 * CHUNK * (16 * self.warps + 8)
+        return (self.stages - by_channel) * of_keys + of_values + self.warps * of_warp
 
 
 def catalogue_of_chunks() -> tuple[DeltaChunks, ...]:
@@ -220,18 +225,20 @@ def catalogue_of_chunks() -> tuple[DeltaChunks, ...]:
     return DeltaChunks(1), DeltaChunks(2), DeltaChunks(4), DeltaChunks(1, 4)
 
 
-def takes_chunks(key_size: int, device: int) -> bool:
+def takes_chunks(key_size: int, by_channel: bool, device: int) -> bool:
     """Whether those kernels take keys of this size, a multiple of 16."""
-    least = DeltaChunks(1).memory(key_size)
+    least = DeltaChunks(1).memory(key_size, by_channel=by_channel)
     return key_size <= CHUNK_KEYS and least <= devices.device_info(device).max_smem
 
 
-def choose_chunks(key_size: int, size: int, blocks: int, keep: bool, device: int) -> DeltaChunks:
+def choose_chunks(
+    key_size: int, size: int, blocks: int, keep: bool, by_channel: bool, device: int
+) -> DeltaChunks:
     """The schedule for sequences times heads `blocks`: wide tiles, if all multiprocessors have one."""
     info = devices.device_info(device)
     wide = size > 32 and blocks * -(-size // 64) >= info.sm_count
     wanted = (DeltaChunks(4), DeltaChunks(2), DeltaChunks(1))[0 if wide else 1 if size > 16 else 2 :]
-    return next((s for s in wanted if s.memory(key_size, keep) <= info.max_smem), wanted[-1])
+    return next((s for s in wanted if s.memory(key_size, keep, by_channel) <= info.max_smem), wanted[-1])
 
 
 def chains_memory(size: int) -> int:

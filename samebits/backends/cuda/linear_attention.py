@@ -7,7 +7,7 @@ all other gradients are computed at once.
 
 With it (``delta_begin.cu``, ``delta_chunks.cu``) there are two: what chunks need of keys, queries and decays,
 and then all else, from chunk to chunk, or with records what :mod:`samebits.backends.cuda.delta` needs for
-gradients.
+gradients. With a decay for each channel :mod:`samebits.backends.cuda.delta_prepare` has the first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from samebits.backends.arch import SM_80
 from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda.delta_prepare import Prepared
 from samebits.backends.cuda.delta_schedules import (
     SCORE_BYTES,
-    SYSTEM_BYTES,
     DeltaChunks,
     choose_chunks,
+    system_bytes,
 )
 from samebits.backends.cuda.linear_schedules import (
     Linear,
@@ -56,10 +57,12 @@ def kernel_spec(
     hardware_exp2: bool,
     weighted: bool = False,
     keep: bool = False,
+    by_channel: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel that has a schedule of this class, or one of those without, by its name.
 
-    `key_size` is a multiple of 16; rows have weights if `weighted`; `keep` is for gradients.
+    `key_size` is a multiple of 16; rows have weights if `weighted`; `keep` is for gradients; channels have
+    decays of their own if `by_channel`, with a schedule of whole chunks alone.
     """
     name, warps, smem, helpers = "", _BEGINNING, 0, 0
     more: tuple[tuple[str, int | str], ...] = (("WEIGHTED", int(weighted)),)
@@ -70,22 +73,21 @@ def kernel_spec(
             more = (("KEEP", int(keep)),)
     else:
         warps = part.warps
-        smem = part.memory(key_size, keep if isinstance(part, DeltaChunks) else weighted)
         more += (("STAGES", part.stages),)
         if isinstance(part, LinearStates):
-            name = "linear_states"
+            name, smem = "linear_states", part.memory(key_size, weighted)
             more += (("KEY_TILE", min(part.keys, key_size)), ("GRADIENTS", int(keep)))
         elif isinstance(part, LinearRows):
-            name = "linear_rows"
+            name, smem = "linear_rows", part.memory(key_size, weighted)
             more += (("TILE", part.tile),)
         else:
-            name, helpers = "delta_chunks", warps
-            more = (("STAGES", part.stages), ("KEEP", int(keep)))
+            name, helpers, smem = "delta_chunks", warps, part.memory(key_size, keep, by_channel)
+            more = (("STAGES", part.stages), ("KEEP", int(keep)), ("BY_CHANNEL", int(by_channel)))
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("WARPS", warps)),
         *(("HARDWARE_EXP2", int(hardware_exp2)), *more),
     )
-    params = _PARAMS + (_GRADIENTS if name == "linear_states" and keep else "")
+    params = _PARAMS + (_GRADIENTS if name == "linear_states" and keep else "P" if by_channel else "")
     return compiler.KernelSpec(
         *(f"{name}.cu", name, params, constants), block=32 * (warps + helpers), smem=smem, oldest=SM_80
     )
@@ -148,19 +150,19 @@ def _given(
     device, dtype = q.get_device(), q.dtype
     (tokens, heads, size), (_, key_heads, key_size) = v.shape, q.shape
     sequences, weighted, out = len(x.spans), x.weights is not None, own.get("out")
-    if state is not None:
+    if state is not None and not x.by_channel:
         own["counts"] = runtime.empty((sequences,), torch.int32, device)
         own["opened"] = runtime.empty((sequences, heads, CHUNK * (key_size + size)), dtype, device)
     own["initial"] = None if x.initial is None else x.initial.contiguous()
     spans = x.spans if x.spans.shape[1] else None
     left = "counts", "opened", "decays", "matrices", "systems", "scores"
-    words = layout("delta", heads, key_size, size, dtype, weighted=weighted)
+    words = layout("delta", heads, key_size, size, dtype, x.by_channel, weighted)
     return (
         *map(address, (q, k, v, x.g, x.beta, x.weights, x.skip, own["initial"])),
         *map(address, (state, own.get("closed"), out, spans, own.get("records"))),
         *(address(own.get(name)) for name in left),
         *(n for t in (q, k, v) for n in t.stride()[:2]),
-        *(n for t in (x.g, x.beta, x.weights) for n in ((0, 0) if t is None else t.stride())),
+        *(n for t in (x.g, x.beta, x.weights) for n in ((0, 0) if t is None else t.stride()[:2])),
         words.words if state is None else state.stride(0),
         *(words.offset(name) for name in ("matrix", "keys", "updates", "decays")),
         words.offset("weights" if weighted else "decays"),
@@ -178,10 +180,11 @@ def run(
     records: Tensor | None,
     schedule: Linear | DeltaChunks | None,
     hardware_exp2: bool,
+    prepared: Prepared | None = None,
 ) -> None:
     """Results; or with `records` what gradients need of every chunk, and `state` stays as it is.
 
-    `operands` are q, k and v, dense along rows.
+    `operands` are q, k and v, dense along rows; with a decay for each channel, `prepared` is there.
     """
     q, _, v = operands
     device, dtype = q.get_device(), q.dtype
@@ -191,7 +194,7 @@ def run(
     if schedule is None and x.beta is None:
         schedule = choose_linear(padded, size, weighted, device)
     elif schedule is None:
-        schedule = choose_chunks(padded, size, sequences * heads, keep, device)
+        schedule = choose_chunks(padded, size, sequences * heads, keep, x.by_channel, device)
     places, shared = tokens // CHUNK + 2 * sequences, 1
     own = {"out": out, "closed": closed, "records": records}
     parts: tuple[Part, ...]
@@ -202,9 +205,13 @@ def run(
     if isinstance(schedule, DeltaChunks):
         parts = DELTA_BEGIN, schedule
         grids = [(places, heads, 1), (-(-size // (16 * schedule.warps)), heads, sequences)]
-        leave("systems", SYSTEM_BYTES // 4)
-        if not keep:
-            leave("scores", SCORE_BYTES // 4)
+        if prepared is not None:
+            parts, grids = parts[1:], grids[1:]
+            own |= {name: getattr(prepared, name) for name in ("systems", "scores", "counts")}
+        else:
+            leave("systems", system_bytes(False) // 4)
+            if not keep:
+                leave("scores", SCORE_BYTES // 4)
     else:
         states, rows = schedule.states, schedule.rows
         parts = BEGIN, states, rows
@@ -217,9 +224,12 @@ def run(
         leave("decays", (2 + weighted) * CHUNK)
         leave("matrices", padded_size(size) * padded, dtype)
     options = {"hardware_exp2": hardware_exp2, "weighted": weighted, "keep": keep}
+    options["by_channel"] = x.by_channel
     runtime.announce((kernel_spec(part, dtype, padded, **options) for part in parts), device)
     kernels = [_kernel(device, part, dtype, padded, **options) for part in parts]
     given = _given(x, operands, state, own, shared)
+    if prepared is not None:
+        given += (address(prepared.chunks),)
     for kernel, grid in zip(kernels, grids, strict=True):
         kernel.launch(grid, *given)
 

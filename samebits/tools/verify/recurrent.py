@@ -316,8 +316,8 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
         def chosen_chunks(key_size: int, *rest: Any) -> delta_schedules.DeltaChunks:
             of_chunks = delta_schedules.catalogue_of_chunks()
             chunks = of_chunks[number % len(of_chunks)]
-            *_, keep, device = rest
-            fits = chunks.memory(key_size, keep) <= devices.device_info(device).max_smem
+            *_, keep, by_channel, device = rest
+            fits = chunks.memory(key_size, keep, by_channel) <= devices.device_info(device).max_smem
             return chunks if fits else choose_chunks(key_size, *rest)
 
         def chosen_step(*of: Any) -> delta_schedules.Step:

@@ -98,8 +98,10 @@ def test_compiles_without_spills(schedule: schedules.Schedule, by_channel: bool)
     assert_no_spills(kernels.kernel_spec(schedule, torch.bfloat16, 128, **options))
 
 
-def test_what_comes_before_compiles_without_spills() -> None:
-    spec = delta_prepare.kernel_spec(torch.bfloat16, 128, tensor_core=True, hardware_exp2=True)
+@pytest.mark.parametrize(("systems", "keep"), [(False, False), (True, False), (True, True)])
+def test_what_comes_before_compiles_without_spills(systems: bool, keep: bool) -> None:
+    options = {"tensor_core": True, "hardware_exp2": True, "systems": systems, "keep": keep}
+    spec = delta_prepare.kernel_spec(torch.bfloat16, 128, **options)
     assert_no_spills(spec)
     assert 3 * (spec.smem + 1024) <= 228 << 10  # three blocks share a multiprocessor
 
@@ -154,9 +156,18 @@ CHUNK_FORMS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("part", [linear_attention.DELTA_BEGIN, *schedules.catalogue_of_chunks()], ids=str)
-def test_whole_chunks_compile_without_spills(part: schedules.DeltaChunks | str, dtype: torch.dtype) -> None:
-    spec = linear_attention.kernel_spec(part, dtype, 128, hardware_exp2=True)
+@pytest.mark.parametrize(
+    ("part", "by_channel"),
+    [
+        (linear_attention.DELTA_BEGIN, False),
+        *itertools.product(schedules.catalogue_of_chunks(), (False, True)),
+    ],
+    ids=str,
+)
+def test_whole_chunks_compile_without_spills(
+    part: schedules.DeltaChunks | str, by_channel: bool, dtype: torch.dtype
+) -> None:
+    spec = linear_attention.kernel_spec(part, dtype, 128, hardware_exp2=True, by_channel=by_channel)
     assert_no_spills(spec)
 
 
@@ -165,17 +176,20 @@ def test_every_size_of_whole_chunks_has_a_schedule_that_fits(
     kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu_with(132, kib, monkeypatch)
-    sizes = (16, 64, 128), (1, 17, 64, 128, 256), (1, 32, 256), (False, True)
-    for key_size, size, blocks, keep in itertools.product(*sizes):
-        assert schedules.takes_chunks(key_size, 0) == (kib > 99 or key_size == 16)
-        if schedules.takes_chunks(key_size, 0):
-            found = schedules.choose_chunks(key_size, size, blocks, keep, 0)
-            assert found.memory(key_size, keep) <= kib << 10
+    sizes = (16, 64, 128), (1, 17, 64, 128, 256), (1, 32, 256), (False, True), (False, True)
+    for key_size, size, blocks, keep, by_channel in itertools.product(*sizes):
+        takes = schedules.takes_chunks(key_size, by_channel, 0)
+        assert takes == (kib > 99 or key_size <= (64 if by_channel else 16))
+        if takes:
+            found = schedules.choose_chunks(key_size, size, blocks, keep, by_channel, 0)
+            assert found.memory(key_size, keep, by_channel) <= kib << 10
             assert found in schedules.catalogue_of_chunks()
-    assert not schedules.takes_chunks(144, 0)
+    assert not schedules.takes_chunks(144, False, 0)
     if kib == 227:
-        assert schedules.choose_chunks(128, 128, 32, True, 0) == schedules.DeltaChunks(2)
-        assert schedules.choose_chunks(128, 128, 256, True, 0) == schedules.DeltaChunks(4)
+        assert schedules.choose_chunks(128, 128, 32, True, False, 0) == schedules.DeltaChunks(2)
+        assert schedules.choose_chunks(128, 128, 256, True, False, 0) == schedules.DeltaChunks(4)
+        assert schedules.choose_chunks(128, 128, 256, False, True, 0) == schedules.DeltaChunks(4)
+        assert schedules.choose_chunks(128, 128, 256, True, True, 0) == schedules.DeltaChunks(2)
 
 
 OF_LINEAR = list(

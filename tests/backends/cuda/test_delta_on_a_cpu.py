@@ -115,8 +115,15 @@ CHUNK_FORMS = [
     (torch.bfloat16, True, True, False, 1, 4, 64, 16),
     (torch.float16, True, True, True, 1, 1, 20, 17),
     (torch.bfloat16, True, True, True, 1, 1, 128, 24),
+    *(
+        (dtype, True, True, "channels", *sizes)
+        for dtype, *sizes in (
+            *((torch.bfloat16, 1, 2, 48, 40), (torch.bfloat16, 1, 2, 64, 72)),
+            *((torch.float16, 1, 1, 21, 17), (torch.bfloat16, 1, 1, 128, 24)),
+        )
+    ),
 ]
-CHUNKS = [schedules.DeltaChunks(*of) for of in ((2, 3), (1, 4), (4, 3), (1, 3))]  # a schedule for each
+CHUNKS = [schedules.DeltaChunks(*of) for of in ((2, 3), (1, 4), (4, 3), (1, 3))] * 2  # a schedule for each
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +133,7 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     host_kernels.use(monkeypatch, delta_prepare)
     monkeypatch.setattr(linear_attention, "choose_linear", lambda *_: LINEAR[0])
     monkeypatch.setattr(linear_attention, "choose_chunks", lambda *_: CHUNKS[0])
-    monkeypatch.setattr(kernels, "takes_chunks", lambda key_size, _: key_size <= 128)
+    monkeypatch.setattr(kernels, "takes_chunks", lambda key_size, *_: key_size <= 128)
     monkeypatch.setattr(matmul, "family", lambda device: AMPERE)
     monkeypatch.setattr(matmul, "check_contract", lambda contract, device: None)
 

@@ -1,5 +1,5 @@
-// The delta rule with one decay for each head, the second of two launches: updates, results, and the matrix from chunk to
-// chunk.
+// The delta rule, the second of two launches: updates, results, and the matrix from chunk to chunk. The first is
+// delta_begin.cu, or with a decay for each channel delta_prepare.cu.
 //
 // docs/contract.md, "Recurrent layers", has the sums. A block takes 16 columns of values for each of WARPS warps, of one head
 // in one sequence, and goes through the chunks in order. A warp needs nothing of others: it has its columns' part of
@@ -11,15 +11,22 @@
 // rounded, and its updates. Results take the place of updates. For gradients they store what was of that chunk: its
 // matrix and z are handed to them in shared memory, so that a warp that goes through the chunks stores nothing itself.
 //
-// Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and KEEP are those of delta.cu.
+// With a decay for each channel, keys and queries come times their decays, so that nothing of this kernel is scaled but
+// the matrix.
+//
+// Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2, BY_CHANNEL and KEEP are those of delta.cu.
 //   STAGES  chunks in shared memory, at least 3
 
 #define WEIGHTED 0
 #define HELPERS WARPS
+#define SYSTEMS 1
 #include "linear_part.cuh"
 
 constexpr int TILE = 16 * WARPS, STEPS = KEY_SIZE / 16, VALUES = TILE + PAD;
 constexpr int AHEAD = STAGES - 2;  // chunks on their way
+// Chunks whose keys are in shared memory, and whose queries are. With a decay for each channel these are copied when their
+// results are next, and keys are not needed for them.
+constexpr int KEPT_KEYS = BY_CHANNEL ? STAGES - 1 : STAGES;
 constexpr int LINE = 20;           // floats of a column of z, padded
 static_assert(STEPS <= 8, "between a block's rows is room for so many steps");
 
@@ -41,16 +48,20 @@ struct Kept {
 };
 
 struct Memory {
-    Stored keys[STAGES][CHUNK * KEYS], values[STAGES][CHUNK * VALUES];
-    System systems[STAGES];
+    Stored keys[KEPT_KEYS][CHUNK * KEYS], values[STAGES][CHUNK * VALUES];
+#if BY_CHANNEL
+    Stored written[KEPT_KEYS][CHUNK * KEYS];  // keys times decays to the chunk's end
+    float over_chunk[KEPT_KEYS][KEY_SIZE];
+#endif
+    System systems[KEPT_KEYS];
     float z[WARPS][16 * LINE];
     uint4 matrix[2 - KEEP][WARPS]
                 [STEPS * 32];  // of this chunk and the one before, as left operands of 16 x 16
 #if KEEP
     Kept kept[2];  // of this chunk and the one before
 #else
-    Stored queries[STAGES][CHUNK * KEYS];
-    Scores scores[STAGES];
+    Stored queries[KEPT_KEYS][CHUNK * KEYS];
+    Scores scores[KEPT_KEYS];
 #endif
 };
 
@@ -66,8 +77,9 @@ __device__ __forceinline__ void unpack(u32 (&to)[4], const uint4& from) {
 
 // What a warp needs of a chunk.
 struct Chunk {
-    const Stored* keys;
-    Stored* values;  // of this warp's columns
+    const Stored *keys, *written;  // which read the matrix, and which are written to it
+    const float* over_chunk;       // what is left of the matrix, or of each of its channels
+    Stored* values;                // of this warp's columns
     const System& system;
     float* z;
     int first, count;  // rows that are tokens of this call
@@ -80,15 +92,24 @@ struct Chunk {
         ldmatrix_x4<false>(right, by_columns(keys + block * 16 * KEYS + step * 16, KEYS));
     }
     __device__ __forceinline__ void writers(u32 (&right)[4], int block, int step) const {
-        ldmatrix_x4<true>(right, by_rows(keys + block * 16 * KEYS + step * 16, KEYS));
+        ldmatrix_x4<true>(right, by_rows(written + block * 16 * KEYS + step * 16, KEYS));
     }
 
     // A step of what a block adds to the matrix. The first comes to what is left of the chunk's start.
-    __device__ __forceinline__ void write(float (&c)[2][4], const u32 (&updates)[4], const u32 (&right)[4],
-                                          int block) const {
-        const float over_chunk = system.since[CHUNK - 1];
+    __device__ __forceinline__ void write(float (&c)[2][4], int x, const u32 (&updates)[4],
+                                          const u32 (&right)[4], int block) const {
+#if BY_CHANNEL
+        const float* of_lane = over_chunk + x * 16 + threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int i = 0; block == 0 && i < 8; ++i) c[i / 4][i % 4] = __fmul_rn(c[i / 4][i % 4], over_chunk);
+        for (int half = 0; block == 0 && half < 2; ++half) {
+            const float2 decays = *reinterpret_cast<const float2*>(of_lane + half * 8);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) c[half][i] = __fmul_rn(c[half][i], i % 2 ? decays.y : decays.x);
+        }
+#else
+#pragma unroll
+        for (int i = 0; block == 0 && i < 8; ++i) c[i / 4][i % 4] = __fmul_rn(c[i / 4][i % 4], *over_chunk);
+#endif
         step(c, updates, right);
     }
 
@@ -164,13 +185,15 @@ struct Chunk {
             rows(value, block);
 #pragma unroll
             for (int x = 0; x < 2; ++x) {
+#if !BY_CHANNEL
                 const float2 since =
                     *reinterpret_cast<const float2*>(system.since + block * 16 + x * 8 + in_pair);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float v = E::widen(Stored(value[x * 2 + i / 2] >> i % 2 * 16));
-                    acc[x][i] = __fsub_rn(v, __fmul_rn(acc[x][i], i % 2 ? since.y : since.x));
-                }
+                for (int i = 0; i < 4; ++i) acc[x][i] = __fmul_rn(acc[x][i], i % 2 ? since.y : since.x);
+#endif
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    acc[x][i] = __fsub_rn(E::widen(Stored(value[x * 2 + i / 2] >> i % 2 * 16)), acc[x][i]);
             }
 #pragma unroll
             for (int j = 0; j < block; ++j) {
@@ -193,7 +216,7 @@ struct Chunk {
                     if (block < 3 && row && x <= STEPS) step(next, left, reads);
                     if (block && x < STEPS && row < 16) writers(writes, block - 1, x);
                 } else if (x < STEPS) {
-                    if (block) write(part.c[x], updates, writes, block - 1);
+                    if (block) write(part.c[x], x, updates, writes, block - 1);
                     if (block < 3) unpack(left, matrix[x * 32 + lane]), readers(reads, block + 1, x);
                 }
             };
@@ -206,19 +229,22 @@ struct Chunk {
             if (block == 3)
 #pragma unroll
                 for (int x = 0; x < STEPS; ++x) writers(right[x], 3, x);
+#if !BY_CHANNEL
             scale_pairs(updates, system.left + block * 16);
+#endif
 #pragma unroll
             for (int i = 0; i < 8; ++i) acc[i / 4][i % 4] = next[i / 4][i % 4];
         }
 #pragma unroll
-        for (int x = 0; x < STEPS; ++x) write(part.c[x], updates, right[x], 3);
+        for (int x = 0; x < STEPS; ++x) write(part.c[x], x, updates, right[x], 3);
     }
 };
 
 #if !KEEP
 // A chunk's results, in place of updates, by a warp for 16 columns.
 __device__ __forceinline__ void find_results(const Stored* queries, Stored* updates, const uint4* matrix,
-                                             const Scores& scores, const float* since, float scale) {
+                                             const Scores& scores, [[maybe_unused]] const System& system,
+                                             float scale) {
     const int lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
     float acc[4][2][4] = {};
 #pragma unroll
@@ -233,11 +259,13 @@ __device__ __forceinline__ void find_results(const Stored* queries, Stored* upda
             mma_m16n8k16<TYPE == BF16>(acc[t][1], left, right + 2);
         }
     }
+#if !BY_CHANNEL
 #pragma unroll
     for (int x = 0; x < 32; ++x) {
         float& y = acc[x / 8][x / 4 % 2][x % 4];
-        y = __fmul_rn(y, since[x / 8 * 16 + x / 2 % 2 * 8 + in_row]);
+        y = __fmul_rn(y, system.since[x / 8 * 16 + x / 2 % 2 * 8 + in_row]);
     }
+#endif
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         u32 right[4];
@@ -319,23 +347,54 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
     const bool updates_state = state && !KEEP && mine.rows > mine.before;
 
     const i64 key_head = head / p.group;
+    const int full = mine.before / CHUNK;  // which records leave out; what is prepared of it comes last
+    const auto record_of = [&](int chunk) {
+        return (place + (BY_CHANNEL && chunk < full ? chunks - 1 : chunk - full)) * p.heads + head;
+    };
+    const auto load_queries = [&](int chunk) {
+#if !KEEP
+        if (!helps || chunk < 0 || chunk >= chunks) return;
+        const int stage = chunk % KEPT_KEYS;
+#if BY_CHANNEL
+        const i64 index = record_of(chunk);
+        copy_rows<KEYS, KEY_SIZE>(m.queries[stage], p.prepared[index].queries[0], KEY_SIZE, 0, CHUNK, CHUNK,
+                                  KEY_SIZE);
+#else
+        const i64 index = (place + chunk) * p.heads + head;
+        load_given<KEYS, KEY_SIZE>(m.queries[stage],
+                                   p.q + key_head * p.q_head + mine.token(chunk) * p.q_token, p.q_token,
+                                   mine.first(chunk), mine.count(chunk), p.key_size);
+#endif
+        load_whole(m.scores[stage], p.scores[index]);
+#endif
+    };
     const auto load = [&](int chunk) {
+        load_queries(BY_CHANNEL ? chunk - 1 : chunk);
         if (!helps || chunk >= chunks) return;
-        const int stage = chunk % STAGES, first = mine.first(chunk), count = mine.count(chunk);
-        const i64 token = mine.token(chunk), index = (place + chunk) * p.heads + head;
+        const int stage = chunk % KEPT_KEYS, first = mine.first(chunk), count = mine.count(chunk);
+        const i64 token = mine.token(chunk);
+#if BY_CHANNEL
+        const i64 index = record_of(chunk);
+        const Prepared& from = p.prepared[index];
+        const auto whole = [](Stored* to, const Stored* from) {
+            copy_rows<KEYS, KEY_SIZE>(to, from, KEY_SIZE, 0, CHUNK, CHUNK, KEY_SIZE);
+        };
+        whole(m.keys[stage], from.keys[0]), whole(m.written[stage], from.written[0]);
+        load_whole(m.over_chunk[stage], from.kept);
+        // Nobody else has these columns, so they are read where they are, before they are written.
+        const Stored* opened =
+            reinterpret_cast<const Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
+#else
+        const i64 index = (place + chunk) * p.heads + head;
+        const Stored* opened = opened_updates(p, sequence, head);
         load_rows<KEYS, KEY_SIZE>(m.keys[stage], opened_keys(p, sequence, head), p.key_size,
                                   p.k + key_head * p.k_head + token * p.k_token, p.k_token, first, count,
                                   p.key_size);
-        load_rows<VALUES, TILE>(m.values[stage], opened_updates(p, sequence, head) + first_column, p.size,
+#endif
+        load_rows<VALUES, TILE>(m.values[chunk % STAGES], opened + first_column, p.size,
                                 p.v + head * p.v_head + first_column + token * p.v_token, p.v_token, first,
                                 count, p.size - first_column);
         load_whole(m.systems[stage], p.systems[index]);
-#if !KEEP
-        if (first) copy_rows<KEYS, KEY_SIZE>(m.queries[stage], p.q, 0, 0, first, 0, 0);  // zeros
-        copy_rows<KEYS, KEY_SIZE>(m.queries[stage], p.q + key_head * p.q_head + token * p.q_token, p.q_token,
-                                  first, CHUNK, count, p.key_size);
-        load_whole(m.scores[stage], p.scores[index]);
-#endif
     };
 
     Part<STEPS> part;
@@ -353,29 +412,43 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
         __syncthreads();
         load(n + AHEAD);
         cp_async_commit();
-        const int chunk = n - helps, stage = chunk % STAGES;
+        const int chunk = n - helps, stage = chunk % KEPT_KEYS;
         if (chunk < 0 || chunk == chunks) continue;
         const int first = mine.first(chunk), count = mine.count(chunk);
-        Stored* values = m.values[stage] + warp * 16;
+        Stored* values = m.values[chunk % STAGES] + warp * 16;
         uint4* matrix = m.matrix[KEEP ? 0 : chunk % 2][warp];
+#if BY_CHANNEL
+        const Stored *keys = m.keys[stage], *written = m.written[stage];
+        const float* over_chunk = m.over_chunk[stage];
+#else
+        const Stored *keys = m.keys[stage], *written = keys;
+        const float* over_chunk = m.systems[stage].since + CHUNK - 1;
+#endif
         const auto copy_keys = [&](Stored* to, int first) {
-            const bool whole = reinterpret_cast<u64>(to) % 16 == 0 && p.key_size % 8 == 0;
+#if BY_CHANNEL
+            const i64 line = p.k_token;
+            const Stored* from = p.k + key_head * p.k_head + mine.token(chunk) * line;
+#else
+            constexpr int line = KEYS;
+            const Stored* from = m.keys[stage];
+#endif
+            const u64 places = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | u64(line) * SIZE;
+            const bool whole = places % 16 == 0 && p.key_size % 8 == 0;
 #pragma unroll 4
             for (int x = copier(); whole && x < CHUNK * (KEY_SIZE / 8); x += COPIERS) {
                 const int i = x / (KEY_SIZE / 8), d = x % (KEY_SIZE / 8) * 8;
                 if (i >= first && i < count && d < p.key_size)
                     *reinterpret_cast<uint4*>(to + i * p.key_size + d) =
-                        *reinterpret_cast<const uint4*>(m.keys[stage] + i * KEYS + d);
+                        *reinterpret_cast<const uint4*>(from + i * line + d);
             }
             for (int x = first * p.key_size + copier(); !whole && x < count * p.key_size; x += COPIERS)
-                to[x] = m.keys[stage][x / p.key_size * KEYS + x % p.key_size];
+                to[x] = from[x / p.key_size * line + x % p.key_size];
         };
 #if KEEP
-        const int full = mine.before / CHUNK;  // which records leave out
         Kept& kept = m.kept[chunk % 2];
         if (helps) {
             if (chunk < full) continue;
-            const Record record(p.records, (place + chunk - full) * p.heads + head, p.key_size, p.size);
+            const Record record(p.records, record_of(chunk), p.key_size, p.size);
             const int columns = p.size - first_column;
             store_floats<KEY_SIZE>(record.matrix + first_column, p.size, 0, p.key_size, columns,
                                    [&](int d, int e) { return kept.of_matrix(d, e); });
@@ -393,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
             }
             store_rows(record.updates + part.first_column, p.size, values, 0, count,
                        p.size - part.first_column);
-            if (first_column == 0) copy_keys(record.keys, 0);
+            if (!BY_CHANNEL && first_column == 0) copy_keys(record.keys, 0);
             continue;
         }
 #pragma unroll
@@ -402,13 +475,14 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
             *reinterpret_cast<float4*>(kept.matrix[warp] + Kept::place(x, threadIdx.x % 32)) =
                 make_float4(c[0], c[1], c[2], c[3]);
         }
-        Chunk{m.keys[stage], values, m.systems[stage], m.z[warp], first, count, kept.z[warp]}.carry(part,
-                                                                                                    matrix);
+        Chunk{keys, written, over_chunk, values, m.systems[stage], m.z[warp], first, count, kept.z[warp]}.carry(
+            part, matrix);
 #else
         const bool stays = updates_state && chunk == chunks - 1;  // open
         if (!helps) {
             if (stays && chunk) part.write(p, state + p.matrix + own, false);
-            Chunk{m.keys[stage], values, m.systems[stage], m.z[warp], first, count}.carry(part, matrix);
+            Chunk{keys, written, over_chunk, values, m.systems[stage], m.z[warp], first, count}.carry(part,
+                                                                                                      matrix);
             continue;
         }
         if (stays) {
@@ -417,11 +491,19 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
         }
         if (stays && first_column == 0) {
             copy_keys(reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * p.key_size, first);
+#if BY_CHANNEL
+            const float* decays = p.prepared[record_of(chunk)].decays[0];
+            float* to = state + p.decays_at + i64(head) * CHUNK * p.key_size;
+#pragma unroll 4
+            for (int x = first * KEY_SIZE + copier(); x < count * KEY_SIZE; x += COPIERS)
+                if (x % KEY_SIZE < p.key_size) to[x / KEY_SIZE * p.key_size + x % KEY_SIZE] = decays[x];
+#else
             for (int i = first + copier(); i < count; i += COPIERS)
                 state[p.decays_at + head * CHUNK + i] = m.systems[stage].sums[i];
+#endif
             if (head == 0 && copier() == 0) state[0] = float(count);
         }
-        find_results(m.queries[stage], values, matrix, m.scores[stage], m.systems[stage].since, p.scale);
+        find_results(m.queries[stage], values, matrix, m.scores[stage], m.systems[stage], p.scale);
         const i64 line = i64(p.heads) * p.size;
         store_rows(p.out + mine.token(chunk) * line + i64(head) * p.size + part.first_column, line, values,
                    first, count, columns);

@@ -10,24 +10,32 @@
 // Besides the chunks of a call's tokens, there is the one that a state has, if nothing of the call goes into it: a
 // full one, or that of a sequence without tokens. Its place is behind the others of its sequence.
 //
-// Macros: TYPE, TENSOR_CORE, KEY_SIZE and HARDWARE_EXP2 are those of delta.cu.
+// Macros: TYPE, TENSOR_CORE, KEY_SIZE, HARDWARE_EXP2 and KEEP are those of delta.cu.
+//   SYSTEMS  1: before delta_chunks.cu, which takes scores as tensor-core steps do; 0: before delta.cu
 
 #define BY_CHANNEL 1
 #define WEIGHTED 0
 #define WARPS 8
 
-#include "delta.cuh"
+#include "delta_system.cuh"
 
 struct Params {
     const Stored *q, *k;
     const float *g, *state;
     Prepared* prepared;
-    unsigned char* records;  // for gradients, which need all rows, and keys as they are
+    unsigned char* records;  // KEEP: for gradients, which need all rows, and keys as they are
     const int* spans;
     i64 q_token, q_head, k_token, k_head, g_token, g_head, words;
     int keys, decays;  // where they are in a state
     int key_size, size, heads, group, tokens, sequences;
     float scale;  // of queries and of their scores
+#if SYSTEMS
+    const float* beta;
+    int* counts;  // as those of linear.cuh, like the next two
+    System* systems;
+    Scores* scores;
+    i64 beta_token, beta_head;
+#endif
 };
 
 struct Memory {
@@ -86,13 +94,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
     const int held = state ? min(max(int(state[0]), 0), CHUNK) : 0, open = held % CHUNK;
     const int given = mine.end - mine.begin, chunks = given ? (open + given + CHUNK - 1) / CHUNK : 0;
     if (chunk < 0 || chunk > chunks) return;
+#if SYSTEMS
+    if (state && chunk == 0 && head == 0 && threadIdx.x == 0) p.counts[sequence] = held;
+#endif
     const bool is_states = chunk == chunks;  // the chunk of no token
     if (is_states && (given ? held < CHUNK : !held)) return;
     const int before = is_states ? held : chunk ? 0 : open;
     const int count = is_states ? held : min(open + given - chunk * CHUNK, CHUNK);
     const i64 token = i64(mine.begin) - open + i64(chunk) * CHUNK;  // of row 0, if that were one
-    const int first = p.records ? 0 : before;                       // row whose scores are needed
-    Prepared& to = p.prepared[i64(place) * p.heads + head];
+    const int first = KEEP ? 0 : before;                            // row whose scores are needed
+    const i64 index = i64(place) * p.heads + head;
+    Prepared& to = p.prepared[index];
+#if SYSTEMS
+    System& system = p.systems[index];
+    for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
+        const bool is_token = i >= before && i < count;
+        system.betas[i] = is_token ? p.beta[(token + i) * p.beta_token + head * p.beta_head] : 0.0f;
+    }
+#endif
 
     // Rows that are not there are zeros, and so are queries of those before this call's.
     constexpr int PAIRS = KEY_SIZE / 2;
@@ -138,11 +157,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
     // Operands.
     const float* last = m.decays + (count - 1) * DECAYS;
     for (int d = threadIdx.x; d < KEY_SIZE; d += THREADS) to.kept[d] = exp2_of(last[d]);
+    const bool keeps_decays = !SYSTEMS || KEEP || (state && chunk == chunks - 1);
 #pragma unroll 2
     for (int x = threadIdx.x; x < CHUNK * PAIRS; x += THREADS) {
         const int i = x / PAIRS, d = x % PAIRS * 2;
         const float2 sum = two_of_decays(m.decays + i * DECAYS + d), zero = make_float2(0.0f, 0.0f);
-        *reinterpret_cast<float2*>(to.decays[i] + d) = sum;
+        if (keeps_decays) *reinterpret_cast<float2*>(to.decays[i] + d) = sum;
         const float2 key = two_of(m.keys + i * KEYS + d), query = two_of(m.queries + i * KEYS + d);
         float2 since = zero, left = zero;
         if (i < count) since = decay(sum, zero), left = decay(two_of_decays(last + d), sum);
@@ -152,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
         E::store_pair(to.keys[i] + d, read.x, read.y);
         E::store_pair(to.written[i] + d, written.x, written.y);
     }
-    if (p.records) {
-        const Record record(p.records, i64(place) * p.heads + head, p.key_size, p.size);
+    if constexpr (KEEP) {
+        const Record record(p.records, index, p.key_size, p.size);
         for (int x = threadIdx.x; x < count * p.key_size; x += THREADS)
             record.keys[x] = m.keys[x / p.key_size * KEYS + x % p.key_size];
     }
@@ -164,8 +184,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
         const float y[4] = {exists && j <= i ? __fmul_rn(of_query.x, p.scale) : 0.0f,
                             exists && j < i ? __fmul_rn(of_query.y, p.scale) : 0.0f,
                             exists && j < i ? of_key.x : 0.0f, exists && j + 1 < i ? of_key.y : 0.0f};
+#if !SYSTEMS || KEEP
         E::store_pair(to.scores[i] + j, y[0], y[1]);
         *reinterpret_cast<float2*>(to.weights[i] + j) = make_float2(y[2], y[3]);
+#endif
+#if SYSTEMS
+        const int row = i / 16, column = j / 16, below = i % 16 / 8, right = j % 16 / 8;
+        const int lane = i % 8 * 4 + j % 8 / 2;
+        const auto put = [&](uint4* block, int at, float x, float y) {
+            reinterpret_cast<u32*>(block + lane)[at] = E::pack(x, y);
+        };
+        if (!KEEP && column <= row)
+            put(p.scores[index].blocks[row * (row + 1) / 2 + column], below + 2 * right, y[0], y[1]);
+        if (column < row)
+            put(system.earlier[row * (row - 1) / 2 + column], 2 * below + right, -y[2], -y[3]);
+        else if (column == row)
+            system.own[row][j % 16][i % 16] = -y[2], system.own[row][j % 16 + 1][i % 16] = -y[3];
+#endif
     };
     const float2 none = make_float2(0.0f, 0.0f);
     for (int x = threadIdx.x; x < CHUNK * CHUNK / 2; x += THREADS) {

@@ -64,11 +64,14 @@ __device__ __forceinline__ uint4 turned(const u32 (&left)[4], int columns) {
 }
 #endif
 
-// What delta_prepare.cu finds of a chunk, for one head. Rows that are not there are zeros, but for their decays.
+// What delta_prepare.cu finds of a chunk, for one head. Rows that are not there are zeros, but for their decays. With
+// SYSTEMS and without KEEP, decays are there for the last chunk of a sequence that has a state.
 struct Prepared {
     float decays[CHUNK][KEY_SIZE], kept[KEY_SIZE];  // the running sums, and decays over the whole chunk
-    float weights[CHUNK][CHUNK];                    // scores of keys, [row, key]
-    Stored scores[CHUNK][CHUNK];                    // of queries
+#if !SYSTEMS || KEEP
+    float weights[CHUNK][CHUNK];  // scores of keys, [row, key]
+    Stored scores[CHUNK][CHUNK];  // of queries
+#endif
     // Queries and keys times decays since the chunk's start, and keys times those left to its end.
     Stored queries[CHUNK][KEY_SIZE], keys[CHUNK][KEY_SIZE], written[CHUNK][KEY_SIZE];
 };

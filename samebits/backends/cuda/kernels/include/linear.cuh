@@ -2,8 +2,10 @@
 #pragma once
 
 #define TENSOR_CORE 1
+#ifndef BY_CHANNEL
 #define BY_CHANNEL 0
-#include "delta.cuh"
+#endif
+#include "delta_system.cuh"
 
 // Threads that copy: those of more warps, which have no part of the matrix, or all.
 #ifndef HELPERS
@@ -19,21 +21,6 @@ struct Decays {
 #if WEIGHTED
     float weights[CHUNK];
 #endif
-};
-
-// What the triangular system of a chunk has of its keys, for one head. Rows that are not there have weights of zero.
-struct System {
-    // Decays from the chunk's start: their sums, and what is left. What of a row is left at the chunk's end.
-    float sums[CHUNK], since[CHUNK], left[CHUNK];
-    float betas[CHUNK];
-    float own[CHUNK / 16][16][16];  // negated weights of [block, key, row] in the row's own block
-    // Those of blocks before, rounded, as right operands of 16 x 16: of block 1, 2, 2, 3, 3, 3.
-    uint4 earlier[6][32];
-};
-
-// Of its queries, rounded, up to the diagonal, as left operands of 16 x 16.
-struct Scores {
-    uint4 blocks[10][32];
 };
 
 #if GRADIENTS
@@ -77,6 +64,9 @@ struct Params {
     float scale;
 #if GRADIENTS
     Gradients of;
+#endif
+#if BY_CHANNEL
+    const Prepared* prepared;  // [places, heads]
 #endif
 };
 
