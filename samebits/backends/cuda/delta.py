@@ -275,7 +275,7 @@ def gradients_spec(
 
     `lacks` says that no rounded matrices are in the records that the forward has left.
     """
-    warps = schedule.warps(which)
+    warps = schedule.warps(which, tensor_core, by_channel)
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("TENSOR_CORE", int(tensor_core)), ("KEY_SIZE", key_size)),
         *(("WARPS", warps), ("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta))),
@@ -297,7 +297,7 @@ def gradients_spec(
     }[which]
     name = f"delta_{which}_backward"
     return compiler.KernelSpec(
-        *(f"{name}.cu", name, "17P7q6ifP", constants),
+        *(f"{name}.cu", name, "17P7q6ifP" + "P" * by_channel, constants),
         block=32 * warps,
         smem=-(-smem // 16) * 16,
         oldest=SM_80,
@@ -397,7 +397,7 @@ def _backward_by_records(
     (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
     sequences, group, padded = len(x.spans), heads // key_heads, padded_size(key_size)
     names = ["matrices", "rows"]
-    if schedule.registers:
+    if schedule.registers and not x.by_channel:
         names.insert(0, "scores")
     if schedule.staged and tensor_core:
         names.insert(-1, "chains")
@@ -419,13 +419,13 @@ def _backward_by_records(
         dtype=torch.uint8,
         device=q.device,
     )
-    prepared, left = None, None
+    prepared = left = systems = None
     if x.by_channel:
         whole = _goes_by_chunks(x, tensor_core)
         prepared = prepare(x, state, records, tensor_core=tensor_core, systems=whole)
-        left = prepared.chunks
+        left, systems = prepared.chunks, prepared.systems
     _run(x, state, None, None, records, None, prepared)
-    if schedule.registers:
+    if "scores" in names:
         left = runtime.empty((places * heads, GRADIENT_SCORE_BYTES // 4), torch.float32, device)
     own = layout("delta", heads, key_size, size, dtype, x.by_channel, weighted)
     rows = found["rows"]
@@ -441,6 +441,7 @@ def _backward_by_records(
         *(key_size, size, heads, group, tokens, sequences),
         x.scale,
         address(left),
+        *((address(systems),) if x.by_channel else ()),
     )
     grids = {
         "scores": (places, heads, 1),

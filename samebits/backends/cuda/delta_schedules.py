@@ -265,8 +265,9 @@ class DeltaGradients:
         staged: whether a block that computes a chunk's rows copies what it reads to shared memory. With
             tensor cores it does so for the delta rule alone.
         stages: whether it copies the keys and queries of the chunk before while it computes one: 2, else 1.
-        registers: whether the gradient of the matrix lies in registers: with tensor cores, the delta rule,
-            one decay for each head and keys up to 128. `tile` is then a multiple of 32, and `stages` are 2.
+        registers: whether the gradient of the matrix lies in registers: with tensor cores, the delta rule and
+            keys up to 128. `tile` is then a multiple of 32, with a decay for each channel up to 64, and
+            `stages` are 2.
     """
 
     tile: int
@@ -274,7 +275,7 @@ class DeltaGradients:
     stages: int
     registers: bool = False
 
-    def warps(self, which: str) -> int:
+    def warps(self, which: str, tensor_core: bool, by_channel: bool) -> int:
         """Of a block of the kernel `which`."""
         if which == "scores":
             return CHUNK // 16
@@ -282,12 +283,13 @@ class DeltaGradients:
             return 1
         if which == "matrices" and self.registers:
             return self.tile // 32 * 3 + (2 if self.tile == 64 else 4)  # up to 8, or up to 16, have registers
-        return 8
+        return 16 if which == "rows" and self.staged and tensor_core and by_channel else 8
 
     def takes(self, key_size: int, tensor_core: bool, delta: bool, by_channel: bool) -> bool:
         """Whether the kernels are there for such operands, if these fit into shared memory."""
         if self.registers:
-            return tensor_core and delta and not by_channel and key_size <= REGISTER_KEYS
+            narrow = self.tile <= 64 or not by_channel
+            return tensor_core and delta and narrow and key_size <= REGISTER_KEYS
         return delta or not (tensor_core and self.staged)
 
     def memory(
@@ -307,6 +309,9 @@ class DeltaGradients:
         matrices = stored * bytes_ + 4 * floats
         if self.registers:
             copied = 2 * CHUNK * (2 * keys + self.tile + 8) + GRADIENT_SCORE_BYTES
+            if by_channel:
+                of_scores = 2 * CHUNK * columns + 6 * 512 + 4 * ((BLOCK + 1) * CHUNK + key_size)
+                copied = 2 * CHUNK * (3 * keys + self.tile + 8) + of_scores
             matrices = self.stages * copied + self.tile * (4 * (CHUNK + 4) + 2 * 2 * columns)
         if tensor_core and self.staged:
             shared = max(2 * CHUNK * values * bytes_, 4 * CHUNK * (key_size + 4))

@@ -49,6 +49,7 @@ FORMS = [
     (torch.float32, False, "weighted", True, 1, 2, 12, 16),
     (torch.float16, True, "weighted", True, 1, 3, 20, 17),
 ]
+ODD = torch.float16, True, True, "channels", 1, 2, 21, 17
 GRADIENTS = [schedules.DeltaGradients(16, True, 2), schedules.DeltaGradients(32, False, 1)]
 OF_GRADIENTS = [
     *zip(FORMS, GRADIENTS * 4, strict=True),
@@ -63,6 +64,10 @@ OF_GRADIENTS = [
     (FORMS[0], schedules.DeltaGradients(32, True, 2, True)),
     ((torch.float16, True, True, True, 1, 2, 20, 17), schedules.DeltaGradients(32, True, 2, True)),
     ((torch.bfloat16, True, True, True, 2, 2, 48, 72), schedules.DeltaGradients(64, True, 2, True)),
+    (FORMS[3], schedules.DeltaGradients(32, True, 2, True)),
+    (ODD, schedules.DeltaGradients(32, True, 2, True)),
+    ((torch.bfloat16, True, True, "channels", 2, 2, 48, 72), schedules.DeltaGradients(64, True, 2, True)),
+    ((torch.bfloat16, True, True, "channels", 1, 1, 128, 24), schedules.DeltaGradients(32, True, 2, True)),
 ]
 STATES = LinearStates(2, 32, 3)
 OF_LINEAR_GRADIENTS = [
@@ -136,9 +141,6 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "takes_chunks", lambda key_size, *_: key_size <= 128)
     monkeypatch.setattr(matmul, "family", lambda device: AMPERE)
     monkeypatch.setattr(matmul, "check_contract", lambda contract, device: None)
-
-
-ODD = torch.float16, True, True, "channels", 1, 2, 21, 17
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ struct Memory {
     Kept kept[2];  // of this chunk and the one before
 #else
     Stored queries[KEPT_KEYS][CHUNK * KEYS];
-    Scores scores[KEPT_KEYS];
+    QueryScores scores[KEPT_KEYS];
 #endif
 };
 
@@ -243,7 +243,7 @@ struct Chunk {
 #if !KEEP
 // A chunk's results, in place of updates, by a warp for 16 columns.
 __device__ __forceinline__ void find_results(const Stored* queries, Stored* updates, const uint4* matrix,
-                                             const Scores& scores, [[maybe_unused]] const System& system,
+                                             const QueryScores& scores, [[maybe_unused]] const System& system,
                                              float scale) {
     const int lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
     float acc[4][2][4] = {};

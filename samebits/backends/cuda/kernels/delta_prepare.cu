@@ -33,7 +33,7 @@ struct Params {
     const float* beta;
     int* counts;  // as those of linear.cuh, like the next two
     System* systems;
-    Scores* scores;
+    QueryScores* scores;
     i64 beta_token, beta_head;
 #endif
 };

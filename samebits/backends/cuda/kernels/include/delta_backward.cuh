@@ -4,6 +4,7 @@
 #include "delta.cuh"
 
 struct Scores;  // delta_scores.cuh
+struct System;  // delta_system.cuh
 
 struct Params {
     const Stored *q, *grad;
@@ -19,6 +20,7 @@ struct Params {
     float scale;
 #if BY_CHANNEL
     const Prepared* prepared;
+    const System* systems;  // where matrices are held in registers
 #else
     Scores* scores;  // where matrices are held in registers
 #endif

@@ -1,12 +1,17 @@
-// Gradients of matrices with tensor cores, the delta rule and one decay for each head: delta_matrices_backward.cu after
-// delta_scores_backward.cu, which has found all that is in no row of chunks.
+// Gradients of matrices with tensor cores and the delta rule: delta_matrices_backward.cu after delta_scores_backward.cu,
+// or with a decay for each channel delta_prepare.cu, which have found all that is in no row of chunks.
 //
 // A chunk's latency is what counts, so warps have roles. Two hold the gradient of the matrix, transposed, in registers,
 // each for 16 columns. A third solves the triangular system of these columns, one for each lane. Within a chunk the
 // three meet twice: before the system is solved, and after it. Meanwhile the matrix is stored, and gets the products
 // that do not need updates. The last warps, HELPERS, copy what the next chunk needs, and store z of the one behind.
 
+#if BY_CHANNEL
+#include "delta_backward.cuh"
+#include "delta_system.cuh"
+#else
 #include "delta_scores.cuh"
+#endif
 #include "named_barriers.cuh"
 
 constexpr int GROUPS = TILE / 32, WIDE = KEY_SIZE / 16;
@@ -17,8 +22,24 @@ static_assert(STAGES == 2 && TILE % 32 == 0 && (HELPERS == 1 || HELPERS == 2 || 
 constexpr int VALUES = TILE + PAD, COLUMNS = CHUNK + PAD;  // in elements
 constexpr int UPDATES = CHUNK + 4;                         // in floats
 
+#if BY_CHANNEL
+constexpr int BLOCKS_OF_ROWS = CHUNK / 16;
+
+// As delta_scores.cuh, of what delta_prepare.cu has left.
+struct Scores {
+    Stored rows[CHUNK * COLUMNS];              // of queries, times the scale, [row, key]
+    uint4 weights[6][32];                      // as System::earlier
+    float own[BLOCKS_OF_ROWS][16][16];         // within a block, [row, key], not negative
+    float betas[CHUNK], kept[KEY_SIZE];
+    static __device__ __forceinline__ int below(int rows, int keys) { return rows * (rows - 1) / 2 + keys; }
+};
+#endif
+
 struct Memory {
     Stored keys[2][CHUNK * KEYS], queries[2][CHUNK * KEYS], grads[2][CHUNK * VALUES];
+#if BY_CHANNEL
+    Stored readers[2][CHUNK * KEYS];  // keys that read the matrix; `keys` are written to it
+#endif
     Scores scores[2];
     float of_updates[GROUPS][32 * UPDATES];  // [column, row]
     Stored of_z[2][GROUPS][32 * COLUMNS];    // of this chunk and the one behind it; or of values
@@ -166,16 +187,39 @@ struct Block {
     __device__ __forceinline__ void load(int chunk) const {
         const int stage = chunk % 2, first = chunks.first(chunk), count = chunks.count(chunk);
         const i64 token = chunks.token(chunk);
-        const uint4* scores = reinterpret_cast<const uint4*>(p.scores + index(chunk));
-        copy_by_helpers<KEYS, KEY_SIZE>(m.keys[stage], record(chunk).keys, p.key_size, 0, count, p.key_size);
         copy_by_helpers<VALUES, TILE>(m.grads[stage],
                                       p.grad + head * p.grad_head + token * p.grad_token + first_column,
                                       p.grad_token, first, count, p.size - first_column);
+        const int thread = threadIdx.x - FIRST_HELPER;
+#if BY_CHANNEL
+        const Prepared& from = p.prepared[index(chunk)];
+        const System& system = p.systems[index(chunk)];
+        Scores& scores = m.scores[stage];
+        const auto whole = [](Stored* to, const Stored* from) {
+            copy_by_helpers<KEYS, KEY_SIZE>(to, from, KEY_SIZE, 0, CHUNK, KEY_SIZE);
+        };
+        const auto copy = [&](void* to, const void* from, int bytes) {
+            for (int x = thread; x < bytes / 16; x += HELPERS * 32)
+                cp_async_16(shared_address(to) + x * 16, static_cast<const uint4*>(from) + x);
+        };
+        whole(m.keys[stage], from.written[0]), whole(m.queries[stage], from.queries[0]);
+        whole(m.readers[stage], from.keys[0]);
+        copy_by_helpers<COLUMNS, CHUNK>(scores.rows, from.scores[0], CHUNK, 0, CHUNK, CHUNK);
+        copy(scores.weights, system.earlier, sizeof scores.weights);
+        copy(scores.betas, system.betas, sizeof scores.betas);
+        copy(scores.kept, from.kept, sizeof scores.kept);
+#pragma unroll 4
+        for (int x = thread; x < CHUNK * 4; x += HELPERS * 32)
+            cp_async_16(shared_address(scores.own) + x * 16, from.weights[x / 4] + x / 64 * 16 + x % 4 * 4);
+#else
+        const uint4* scores = reinterpret_cast<const uint4*>(p.scores + index(chunk));
+        copy_by_helpers<KEYS, KEY_SIZE>(m.keys[stage], record(chunk).keys, p.key_size, 0, count, p.key_size);
 #pragma unroll 8
-        for (int x = threadIdx.x - FIRST_HELPER; x < int(sizeof(Scores) / 16); x += HELPERS * 32)
+        for (int x = thread; x < int(sizeof(Scores) / 16); x += HELPERS * 32)
             cp_async_16(shared_address(m.scores + stage) + x * 16, scores + x);
         copy_by_helpers<KEYS, KEY_SIZE>(m.queries[stage], p.q + head / p.group * p.q_head + token * p.q_token,
                                         p.q_token, first, count, p.key_size);
+#endif
     }
 
     // Of a chunk: z, and values where it has the rule's gradient of them. It is behind this one: nobody changes it.
@@ -243,6 +287,11 @@ struct Block {
             const int stage = chunk % 2, count = chunks.count(chunk);
             const Stored *keys = m.keys[stage], *queries = m.queries[stage];
             const Scores& scores = m.scores[stage];
+#if BY_CHANNEL
+            const Stored* readers = m.readers[stage];
+#else
+            const Stored* readers = keys;
+#endif
             meet();
 
             // Of updates: by the next matrix, and by results.
@@ -252,7 +301,15 @@ struct Block {
                 i = min(i, CHUNK - 16);
                 ldmatrix_x4<true>(grads, by_columns(m.grads[stage] + i * VALUES + column, VALUES));
 #pragma unroll
-                for (int n = 0; n < BLOCKS_OF_ROWS; ++n) of_queries[n] = scores.scores[i / 16][n][lane];
+                for (int n = 0; n < BLOCKS_OF_ROWS; ++n) {
+#if BY_CHANNEL
+                    u32 right[4];
+                    ldmatrix_x4<true>(right, by_rows(scores.rows + i * COLUMNS + n * 16, COLUMNS));
+                    of_queries[n] = make_uint4(right[0], right[1], right[2], right[3]);
+#else
+                    of_queries[n] = scores.scores[i / 16][n][lane];
+#endif
+                }
             };
             Strip<BLOCKS_OF_ROWS> u = {};
 #pragma unroll
@@ -268,9 +325,13 @@ struct Block {
                 if (!AHEAD) __syncwarp();  // so that no more is read ahead
             }
             u.each([&](int j, int, float* c) {
+#if BY_CHANNEL
+                c[0] = j < count ? c[0] : 0.0f, c[1] = j + 1 < count ? c[1] : 0.0f;
+#else
                 const float2 left = *reinterpret_cast<const float2*>(scores.left + j);
                 c[0] = j < count ? __fmul_rn(c[0], left.x) : 0.0f;
                 c[1] = j + 1 < count ? __fmul_rn(c[1], left.y) : 0.0f;
+#endif
             });
 #pragma unroll 1
             for (int i = 0; i < count; i += 16) {
@@ -288,15 +349,22 @@ struct Block {
             // Of the matrix: at this chunk's end, and at its start.
             part.write(p, record(chunk).of_matrix, false);
             part.write_rights(record(chunk).rights, p.size);
-            part.each([&](int, int, float* s) {
-                s[0] = __fmul_rn(s[0], scores.kept), s[1] = __fmul_rn(s[1], scores.kept);
+            part.each([&](int d, int, float* s) {
+#if BY_CHANNEL
+                const float2 kept = *reinterpret_cast<const float2*>(scores.kept + d);
+#else
+                const float2 kept = make_float2(scores.kept, scores.kept);
+#endif
+                s[0] = __fmul_rn(s[0], kept.x), s[1] = __fmul_rn(s[1], kept.y);
             });
             Rights right;
 #pragma unroll 1
             for (int i = 0; i < count; i += 16) {
                 u32 left[4];
                 ldmatrix_x4<true>(left, by_columns(m.grads[stage] + i * VALUES + column, VALUES));
+#if !BY_CHANNEL
                 scale(left, scores.since + i);
+#endif
 #pragma unroll
                 for (int x = 0; x < WIDE; ++x) {
                     right.read(x, queries + i * KEYS);
@@ -304,19 +372,23 @@ struct Block {
                 }
             }
 #pragma unroll
-            for (int x = 0; AHEAD && x < WIDE; ++x) right.read(x, keys);
+            for (int x = 0; AHEAD && x < WIDE; ++x) right.read(x, readers);
             wait_for<96>(2 + 2 * group);
             const Stored* z = m.of_z[chunk % 2][group] + column % 32 * COLUMNS;
 #pragma unroll 1
             for (int i = 0; i < count; i += 16) {
                 u32 left[4];
                 ldmatrix_x4<false>(left, by_rows(z + i, COLUMNS));
+#if BY_CHANNEL
+                for (u32& both : left) both ^= 0x80008000;
+#else
                 scale(left, scores.read + i);
+#endif
 #pragma unroll
                 for (int x = 0; x < WIDE; ++x) {
-                    if (!AHEAD) right.read(x, keys + i * KEYS);
+                    if (!AHEAD) right.read(x, readers + i * KEYS);
                     part.add(x, left, right.of[x]);
-                    if (AHEAD) right.read(x, keys + min(i + 16, CHUNK - 16) * KEYS);
+                    if (AHEAD) right.read(x, readers + min(i + 16, CHUNK - 16) * KEYS);
                 }
             }
         }
@@ -342,6 +414,10 @@ struct Block {
                 for (int n = 0; n < LATER; ++n) {
                     const int i = min(block + 1 + n, last);
                     weights[n] = scores.weights[Scores::below(i, block)][lane];
+#if BY_CHANNEL  // whose k are the keys
+                    weights[n] = make_uint4(transposed(weights[n].x), transposed(weights[n].z),
+                                            transposed(weights[n].y), transposed(weights[n].w));
+#endif
 #pragma unroll
                     for (int x = 0; x < 2; ++x)
                         ldmatrix_x4<false>(left[n][x], by_rows(z + x * 16 * COLUMNS + i * 16, COLUMNS));
@@ -381,8 +457,10 @@ struct Block {
             for (int i = 15; i >= 0; --i) {
                 mine[i] = rounded(__fmul_rn(u[i], part_of(betas[i / 4], i % 4)));
 #pragma unroll
-                for (int j = 0; j < i; ++j)
-                    u[j] = __fmaf_rn(part_of(own[i * 4 + j / 4], j % 4), mine[i], u[j]);
+                for (int j = 0; j < i; ++j) {
+                    const float weight = part_of(own[i * 4 + j / 4], j % 4);
+                    u[j] = __fmaf_rn(BY_CHANNEL ? -weight : weight, mine[i], u[j]);
+                }
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i)

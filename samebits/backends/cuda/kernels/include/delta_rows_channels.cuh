@@ -138,24 +138,25 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
 
     // Of scores.
     {
-        const int row = warp / 2 * 16, column = warp % 2 * 32;
-        float of[2][4][4] = {};
+        constexpr int EACH = WARPS / 4, WIDE = CHUNK / 16 / EACH;  // warps of 16 rows; 16 columns of a warp
+        const int row = warp / EACH * 16, column = warp % EACH * WIDE * 16;
+        float of[2][WIDE * 2][4] = {};
 #pragma unroll 1
         for (int e = 0; e < p.size; e += 16) {
-            u32 right[2][4], left[4];
+            u32 right[WIDE][4], left[4];
 #pragma unroll
-            for (int x = 0; x < 2; ++x)
+            for (int x = 0; x < WIDE; ++x)
                 ldmatrix_x4<false>(right[x], by_columns(m.updates + (column + x * 16) * VALUES + e, VALUES));
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 ldmatrix_x4<false>(left, by_rows(m.of_rows[n] + row * VALUES + e, VALUES));
 #pragma unroll
-                for (int x = 0; x < 4; ++x)
+                for (int x = 0; x < WIDE * 2; ++x)
                     mma_m16n8k16<TYPE == BF16>(of[n][x], left, right[x / 2] + x % 2 * 2);
             }
         }
 #pragma unroll
-        for (int x = 0; x < 8; ++x) {
+        for (int x = 0; x < WIDE * 4; ++x) {
             const int i = row + lane / 4 + x % 2 * 8, j = column + x / 2 * 8 + lane % 4 * 2;
             float scores[2], mutual[2];
 #pragma unroll

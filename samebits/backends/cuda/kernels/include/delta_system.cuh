@@ -17,6 +17,6 @@ struct System {
 };
 
 // Of its queries, rounded, up to the diagonal, as left operands of 16 x 16.
-struct Scores {
+struct QueryScores {
     uint4 blocks[10][32];
 };

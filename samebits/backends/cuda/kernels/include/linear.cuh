@@ -54,7 +54,7 @@ struct Params {
     Decays* decays;   // [places, heads]
     uint4* matrices;  // [places, heads]: at chunks' starts, rounded, transposed, as left operands of 16 x 16
     System* systems;  // [places, heads], with the delta rule
-    Scores* scores;   // [places, heads]: of its queries
+    QueryScores* scores;  // [places, heads]: of its queries
     i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
         weight_token, weight_head;
     i64 words;                                          // of a sequence's state
