@@ -19,7 +19,8 @@ struct Memory {
         float rows[CHUNK * LINE];           // once these were read
     };
     Stored of_scores[CHUNK * COLUMNS], of_mutual[CHUNK * COLUMNS];
-    float own[2][CHUNK * BLOCK];  // both within the row's own block, where they are not rounded
+    // Both within the row's own block, [key, row], where they are not rounded. Those of rows that are not there are -0.
+    float own[2][CHUNK * BLOCK];
     union {
         float decays[CHUNK * LINE];
         float of_decays[CHUNK * LINE];  // once these were read
@@ -41,38 +42,33 @@ struct Own {
         return CHUNK / BLOCK * KEY_SIZE % THREADS == 0 || row(task) < CHUNK;
     }
 
-    // Carries them on over `count` rows that are there. `column` gets the keys' sums.
-    __device__ __forceinline__ void add(const Memory& m, int task, int count, float (&column)[BLOCK]) {
+    // Carries them on over a block's rows, of which the first `count` are there. The others add -0 * 0. Those of a key
+    // over later rows are put in `columns`.
+    __device__ __forceinline__ void add(const Memory& m, int task, int count, float* columns) {
         const int d = channel(task), row0 = row(task);
-        float query[BLOCK], key[BLOCK], sum[BLOCK];
+        float key[BLOCK], sum[BLOCK];
 #pragma unroll
         for (int i = 0; i < BLOCK; ++i) {
-            query[i] = E::widen(m.queries[(row0 + i) * KEYS + d]);
             key[i] = E::widen(m.keys[(row0 + i) * KEYS + d]);
-            sum[i] = m.decays[(row0 + i) * LINE + d], column[i] = 0.0f;
+            sum[i] = i < count ? m.decays[(row0 + i) * LINE + d] : -INF;
         }
 #pragma unroll
-        for (int i = 0; i < BLOCK; ++i) {
-            if (i >= count) continue;
-            const float *of_score = m.own[0] + (row0 + i) * BLOCK, *of_mutual = m.own[1] + (row0 + i) * BLOCK;
+        for (int j = 0; j < BLOCK; ++j) {
+            const float *of_scores = m.own[0] + (row0 + j) * BLOCK, *of_mutual = m.own[1] + (row0 + j) * BLOCK;
+            float by[BLOCK], column = 0.0f;
 #pragma unroll
-            for (int j = 0; j <= i; ++j) {
-                const float by = exp2_of(__fsub_rn(sum[i], sum[j])), read = __fmul_rn(key[j], by);
-                of_query[i] = __fmaf_rn(of_score[j], read, of_query[i]);
-                of_key[i] = __fmaf_rn(of_mutual[j], read, of_key[i]);
-                column[j] = __fmaf_rn(of_score[j], __fmul_rn(query[i], by), column[j]);
+            for (int i = j; i < BLOCK; ++i) {
+                by[i] = exp2_of(__fsub_rn(sum[i], sum[j]));
+                const float query = E::widen(m.queries[(row0 + i) * KEYS + d]);
+                const float read = __fmul_rn(key[j], by[i]);
+                of_query[i] = __fmaf_rn(of_scores[i], read, of_query[i]);
+                of_key[i] = __fmaf_rn(of_mutual[i], read, of_key[i]);
+                column = __fmaf_rn(of_scores[i], __fmul_rn(query, by[i]), column);
             }
-        }
-        // A key's sums go on with the gradients of other keys.
 #pragma unroll
-        for (int i = 0; i < BLOCK; ++i) {
-            if (i >= count) continue;
-            const float* of_mutual = m.own[1] + (row0 + i) * BLOCK;
-#pragma unroll
-            for (int j = 0; j <= i; ++j) {
-                const float by = exp2_of(__fsub_rn(sum[i], sum[j]));
-                column[j] = __fmaf_rn(of_mutual[j], __fmul_rn(key[i], by), column[j]);
-            }
+            for (int i = j; i < BLOCK; ++i)
+                column = __fmaf_rn(of_mutual[i], __fmul_rn(key[i], by[i]), column);
+            columns[(row0 + j) * LINE + d] = column;
         }
     }
 };
@@ -168,10 +164,10 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
             }
             E::store_pair(m.of_scores + i * COLUMNS + j, scores[0], scores[1]);
             E::store_pair(m.of_mutual + i * COLUMNS + j, mutual[0], mutual[1]);
-            if (i / BLOCK == j / BLOCK) {
-                const int at = i * BLOCK + j % BLOCK;
-                *reinterpret_cast<float2*>(m.own[0] + at) = make_float2(scores[0], scores[1]);
-                *reinterpret_cast<float2*>(m.own[1] + at) = make_float2(mutual[0], mutual[1]);
+#pragma unroll
+            for (int y = 0; y < 2 && i / BLOCK == j / BLOCK; ++y) {
+                const int at = (j + y) * BLOCK + i % BLOCK;
+                m.own[0][at] = i < count ? scores[y] : -0.0f, m.own[1][at] = i < count ? mutual[y] : -0.0f;
             }
         }
     }
@@ -257,13 +253,8 @@ __device__ __forceinline__ void of_head(const Params& p, Memory& m, const Span& 
     for_own([&](int at, int task, int i) { own[task].of_key[i] = m.rows[at]; });
     __syncthreads();
 #pragma unroll
-    for (int task = 0; task < TASKS; ++task) {
-        if (!Own::has(task)) continue;
-        float column[BLOCK];
-        own[task].add(m, task, count - Own::row(task), column);
-#pragma unroll
-        for (int i = 0; i < BLOCK; ++i) m.rows[(Own::row(task) + i) * LINE + Own::channel(task)] = column[i];
-    }
+    for (int task = 0; task < TASKS; ++task)
+        if (Own::has(task)) own[task].add(m, task, count - Own::row(task), m.rows);
     __syncthreads();
 
     // Of keys, by the rows of later blocks, and as what the next matrix consists of.
