@@ -497,8 +497,10 @@ def recurrent_layers() -> Iterator[Kernel]:
                         delta.step_spec(step, dtype, 128, size, steps=(dtype, F32, F32, True), **options),
                         HOPPER,
                     )
-        if by_channel and erases:
-            yield delta_prepare.kernel_spec(x, 64, tensor_core=x is BF16, hardware_exp2=x is BF16), HOPPER
+        for systems, keep in ((False, False), (True, False), (True, True)) if by_channel and erases else ():
+            if x is BF16 or not systems:
+                options = {"tensor_core": x is BF16, "hardware_exp2": x is BF16, "systems": systems}
+                yield delta_prepare.kernel_spec(x, 64, keep=keep, **options), HOPPER
         for linear in (
             linear_schedules.catalogue_of_linear() if x is BF16 and not (by_channel or erases) else ()
         ):
@@ -514,9 +516,9 @@ def recurrent_layers() -> Iterator[Kernel]:
             for which in ("matrices", "values", "rows")[: 1 if linear_gradients.keys > 32 else 3]:
                 options = {"hardware_exp2": True, "weighted": weighted}
                 yield linear_attention.gradients_spec(which, linear_gradients, x, 64, 40, **options), HOPPER
-        for of_chunks in delta_schedules.catalogue_of_chunks() if x is BF16 and erases > by_channel else ():
-            options = {"hardware_exp2": True}
-            for kernel in (linear_attention.DELTA_BEGIN, of_chunks):
+        for of_chunks in delta_schedules.catalogue_of_chunks() if x is BF16 and erases else ():
+            options = {"hardware_exp2": True, "by_channel": by_channel}
+            for kernel in (linear_attention.DELTA_BEGIN, of_chunks)[by_channel:]:
                 yield linear_attention.kernel_spec(kernel, x, 64, **options), HOPPER
                 yield linear_attention.kernel_spec(kernel, F16, 80, keep=True, **options), HOPPER
         for which, of in (
@@ -525,9 +527,9 @@ def recurrent_layers() -> Iterator[Kernel]:
             ("rows", delta_schedules.DeltaGradients(16, False, 1)),
         ):
             yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
-        for of in delta_schedules.catalogue_of_gradients() if x is BF16 and erases > by_channel else ():
-            if of.registers:
-                for which in ("scores", "matrices")[of.tile > 32 :]:
+        for of in delta_schedules.catalogue_of_gradients() if x is BF16 and erases else ():
+            if of.registers and of.takes(64, True, True, by_channel):
+                for which in ("scores", "matrices")[by_channel or of.tile > 32 :]:
                     yield delta.gradients_spec(which, of, x, 64, 64, **given), HOPPER
         yield delta.sums_spec(x, 4 if erases else 1), HOPPER
         if x is BF16 and erases:

@@ -104,9 +104,7 @@ def prepare(
             None if state is None else runtime.empty((len(x.spans),), torch.int32, device),
         )
     options = {"tensor_core": tensor_core, "systems": systems, "keep": keep}
-    kernel = _kernel(
-        device, dtype, padded, hardware_exp2=takes_hardware_exp2(tensor_core, device), **options
-    )
+    kernel = _kernel(device, dtype, padded, hardware_exp2=takes_hardware_exp2(tensor_core, device), **options)
     own = layout("delta", heads, key_size, size, dtype, True)
     given: tuple[int, ...] = ()
     if systems:

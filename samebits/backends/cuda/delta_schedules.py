@@ -19,7 +19,7 @@ __all__ = [
     "GRADIENT_SCORE_BYTES",
     "SCORE_BYTES",
     "STEP_KEYS",
-        "DeltaChunks",
+    "DeltaChunks",
     "DeltaGradients",
     "Schedule",
     "Step",

@@ -152,6 +152,9 @@ CHUNK_FORMS = [
     (torch.float16, True, True, True, 1, 2, 20, 17),
     (torch.bfloat16, True, True, True, 1, 1, 96, 72),
     (torch.bfloat16, True, True, True, 1, 1, 16, 16),
+    (torch.bfloat16, True, True, "channels", 2, 4, 128, 128),
+    (torch.float16, True, True, "channels", 1, 2, 20, 17),
+    (torch.bfloat16, True, True, "channels", 1, 1, 96, 72),
 ]
 
 
@@ -289,14 +292,18 @@ IN_REGISTERS = [s for s in schedules.catalogue_of_gradients() if s.registers]
 
 
 @pytest.mark.parametrize(
-    ("which", "schedule"),
-    [("scores", IN_REGISTERS[0]), *(("matrices", schedule) for schedule in IN_REGISTERS)],
+    ("which", "schedule", "by_channel"),
+    [
+        ("scores", IN_REGISTERS[0], False),
+        *(("matrices", schedule, False) for schedule in IN_REGISTERS),
+        *(("matrices", schedule, True) for schedule in IN_REGISTERS if schedule.tile <= 64),
+    ],
     ids=str,
 )
 def test_gradients_in_registers_compile_without_spills(
-    which: str, schedule: schedules.DeltaGradients
+    which: str, schedule: schedules.DeltaGradients, by_channel: bool
 ) -> None:
-    options = {"tensor_core": True, "hardware_exp2": True, "delta": True}
+    options = {"tensor_core": True, "hardware_exp2": True, "delta": True, "by_channel": by_channel}
     found = resources(kernels.gradients_spec(which, schedule, torch.bfloat16, 128, 128, **options), "sm_90a")
     # 16 warps leave 128 registers: what no chunk changes is spilled
     most = 176 if schedule.tile == 128 else 0
@@ -307,7 +314,7 @@ def test_gradients_in_registers_compile_without_spills(
     ("kib", "size", "by_channel", "stages"),
     [
         *((99, 128, False, 1), (163, 128, False, 2), (163, 256, False, 1), (227, 128, False, 2)),
-        *((227, 256, False, 1), (163, 128, True, 1), (227, 128, True, 2)),
+        *((227, 256, False, 1), (163, 128, True, 2), (227, 128, True, 2)),
     ],
 )
 def test_gradients_take_the_stages_that_fit(
@@ -316,13 +323,13 @@ def test_gradients_take_the_stages_that_fit(
     """In 16 bits heads of 128 fit into every GPU's shared memory, and heads of 256 into an A100's.
 
     With a decay for each channel heads of 128 fit into an A100's. From there on the gradient of the matrix
-    lies in registers, with one decay for each head.
+    lies in registers.
     """
     on_gpu_with(84, kib, monkeypatch)
     found = schedules.choose_of_gradients(torch.bfloat16, size, size, 32, True, True, by_channel, 0)
     assert found.stages == stages
     assert found.staged or not by_channel
-    assert found.registers == (kib > 99 and size == 128 and not by_channel)
+    assert found.registers == (size == 128 and kib > 99)
     assert max(found.memory(torch.bfloat16, size, size, True, by_channel)) <= kib << 10
 
 
@@ -336,17 +343,21 @@ def test_gradients_by_records_take_a_schedule_that_has_kernels(
     on_gpu_with(132, 227, monkeypatch)
     found = schedules.choose_of_gradients(dtype, 64, 64, 32, tensor_core, delta, by_channel, 0)
     assert found.takes(64, tensor_core, delta, by_channel)
-    assert found.registers == (tensor_core and delta and not by_channel)
+    assert found.registers == (tensor_core and delta)
 
 
 @pytest.mark.parametrize(
-    ("blocks", "size", "tile"), [(32, 128, 32), (66, 128, 64), (132, 128, 128), (256, 64, 64), (256, 32, 32)]
+    ("blocks", "size", "by_channel", "tile"),
+    [
+        *((32, 128, False, 32), (66, 128, False, 64), (132, 128, False, 128), (256, 64, False, 64)),
+        *((256, 32, False, 32), (32, 128, True, 32), (66, 128, True, 64), (256, 128, True, 64)),
+    ],
 )
 def test_tiles_of_gradients_are_as_wide_as_fills_the_gpu(
-    blocks: int, size: int, tile: int, monkeypatch: pytest.MonkeyPatch
+    blocks: int, size: int, by_channel: bool, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu_with(132, 227, monkeypatch)
-    found = schedules.choose_of_gradients(torch.bfloat16, 128, size, blocks, True, True, False, 0)
+    found = schedules.choose_of_gradients(torch.bfloat16, 128, size, blocks, True, True, by_channel, 0)
     assert (found.registers, found.tile) == (True, tile)
 
 
@@ -582,8 +593,9 @@ def test_every_schedule_of_whole_chunks_has_the_references_bits(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_whole_chunks_have_the_bits_of_windows(seed: int) -> None:
+def test_whole_chunks_have_the_bits_of_windows(seed: int, by_channel: bool) -> None:
     """At random shapes, of more chunks than fit into a test on a CPU."""
     r = torch.Generator().manual_seed(seed)
     heads, group, key_size, size, tokens = (
@@ -596,6 +608,8 @@ def test_whole_chunks_have_the_bits_of_windows(seed: int) -> None:
     )
     v, cuts = torch.randn(tokens, heads * group, size, generator=r), torch.randint(tokens, (2,), generator=r)
     g, beta = (torch.rand(tokens, heads * group, generator=r) for _ in range(2))
+    if by_channel:
+        g = torch.rand(tokens, heads * group, key_size, generator=r)
     spans = torch.tensor([*itertools.pairwise([0, *sorted(cuts.tolist()), tokens])], dtype=torch.int32)
     given = (t.to(torch.bfloat16).cuda() for t in (q, k, v))
     x = Delta(*given, -g.cuda() / 4, beta.cuda(), None, None, None, spans.cuda(), 0.25, TENSOR_CORE.key)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ constexpr int AHEAD = STAGES - 2;  // chunks on their way
 // Chunks whose keys are in shared memory, and whose queries are. With a decay for each channel these are copied when their
 // results are next, and keys are not needed for them.
 constexpr int KEPT_KEYS = BY_CHANNEL ? STAGES - 1 : STAGES;
-constexpr int LINE = 20;           // floats of a column of z, padded
+constexpr int LINE = 20;  // floats of a column of z, padded
 static_assert(STEPS <= 8, "between a block's rows is room for so many steps");
 
 // What helpers store of a chunk for gradients.
@@ -475,8 +475,8 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
             *reinterpret_cast<float4*>(kept.matrix[warp] + Kept::place(x, threadIdx.x % 32)) =
                 make_float4(c[0], c[1], c[2], c[3]);
         }
-        Chunk{keys, written, over_chunk, values, m.systems[stage], m.z[warp], first, count, kept.z[warp]}.carry(
-            part, matrix);
+        Chunk{keys, written, over_chunk, values, m.systems[stage], m.z[warp], first, count, kept.z[warp]}
+            .carry(part, matrix);
 #else
         const bool stays = updates_state && chunk == chunks - 1;  // open
         if (!helps) {

@@ -27,9 +27,9 @@ constexpr int BLOCKS_OF_ROWS = CHUNK / 16;
 
 // As delta_scores.cuh, of what delta_prepare.cu has left.
 struct Scores {
-    Stored rows[CHUNK * COLUMNS];              // of queries, times the scale, [row, key]
-    uint4 weights[6][32];                      // as System::earlier
-    float own[BLOCKS_OF_ROWS][16][16];         // within a block, [row, key], not negative
+    Stored rows[CHUNK * COLUMNS];       // of queries, times the scale, [row, key]
+    uint4 weights[6][32];               // as System::earlier
+    float own[BLOCKS_OF_ROWS][16][16];  // within a block, [row, key], not negative
     float betas[CHUNK], kept[KEY_SIZE];
     static __device__ __forceinline__ int below(int rows, int keys) { return rows * (rows - 1) / 2 + keys; }
 };

@@ -54,7 +54,8 @@ struct Own {
         }
 #pragma unroll
         for (int j = 0; j < BLOCK; ++j) {
-            const float *of_scores = m.own[0] + (row0 + j) * BLOCK, *of_mutual = m.own[1] + (row0 + j) * BLOCK;
+            const float *of_scores = m.own[0] + (row0 + j) * BLOCK,
+                        *of_mutual = m.own[1] + (row0 + j) * BLOCK;
             float by[BLOCK], column = 0.0f;
 #pragma unroll
             for (int i = j; i < BLOCK; ++i) {

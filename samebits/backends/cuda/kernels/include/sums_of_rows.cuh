@@ -41,7 +41,10 @@ __device__ __forceinline__ void running_sums(float* rows, int count, float sum) 
 
 // Elements of a chunk's rows by a key's channels: a warp has GROUPS of 16 channels, in one of PARTS of the rows.
 struct Sums {
-    static constexpr int PARTS = KEY_SIZE > 8 * WARPS ? 1 : KEY_SIZE > 4 * WARPS ? 2 : 4, TALL = CHUNK / 16 / PARTS;
+    static constexpr int PARTS = KEY_SIZE > 8 * WARPS   ? 1
+                                 : KEY_SIZE > 4 * WARPS ? 2
+                                                        : 4,
+                         TALL = CHUNK / 16 / PARTS;
     static constexpr int STEP = WARPS / PARTS, GROUPS = (KEY_SIZE / 16 + STEP - 1) / STEP;
     float c[GROUPS][TALL][2][4] = {};
 
