@@ -209,13 +209,15 @@ def _run(
         schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, delta, device)
     if not isinstance(schedule, Step):
         x = x.computed(ssd_steps.ssd_steps)
-    whole = isinstance(schedule, (Linear, DeltaChunks)) or (schedule is None and linear)
-    if x.by_channel and prepared is None and not isinstance(schedule, Step):
-        prepared = prepare(x, state, None, tensor_core=tensor_core, systems=whole)
-    if whole:
+    prepares = x.by_channel and prepared is None and not isinstance(schedule, Step)
+    if isinstance(schedule, (Linear, DeltaChunks)) or (schedule is None and linear):
+        if prepares:
+            prepared = prepare(x, state, None, tensor_core=tensor_core, systems=True)
         given = x, (q, k, v), state, out, closed, records, schedule, hardware_exp2
         linear_attention.run(*given, prepared)
         return
+    if prepares:
+        prepared = prepare(x, state, None, tensor_core=tensor_core, systems=False)
     if schedule is None:
         of = x.q.dtype, padded, size, sequences * heads
         schedule = choose(*of, few, tensor_core, x.by_channel, device, weighted)
