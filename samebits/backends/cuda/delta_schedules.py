@@ -82,7 +82,8 @@ class Schedule:
 
 def prepared_memory(dtype: torch.dtype, key_size: int) -> int:
     """Bytes of shared memory of a block of the kernel before that, with a decay for each channel."""
-    return CHUNK * (2 * dtype.itemsize * (key_size + 16 // dtype.itemsize) + 4 * (key_size + 4))
+    rows = CHUNK * (2 * dtype.itemsize * (key_size + 16 // dtype.itemsize) + 4 * (key_size + 4))
+    return rows + 3 * CHUNK // BLOCK * 64
 
 
 def catalogue() -> Iterator[Schedule]:

@@ -38,10 +38,21 @@ struct Params {
 #endif
 };
 
+// Of 16 rows in shared memory those with even numbers come first. So eight neighbours, and eight rows two apart, lie in
+// banks of their own.
+constexpr int BLOCK = 16, APART = 64;  // bytes between both halves
+template <class T>
+__device__ __forceinline__ int place_of(int row, int line) {
+    const int of_block = BLOCK * line + APART / int(sizeof(T));
+    return row / BLOCK * of_block + row % BLOCK / 2 * line + row % 2 * (of_block - BLOCK / 2 * line);
+}
 struct Memory {
-    Stored keys[CHUNK * KEYS], queries[CHUNK * KEYS];
-    float decays[CHUNK * DECAYS];
+    Stored keys[CHUNK / BLOCK * (BLOCK * KEYS + APART / SIZE)];
+    Stored queries[CHUNK / BLOCK * (BLOCK * KEYS + APART / SIZE)];
+    float decays[CHUNK / BLOCK * (BLOCK * DECAYS + APART / 4)];
 };
+__device__ __forceinline__ int row_of_keys(int i) { return place_of<Stored>(i, KEYS); }
+__device__ __forceinline__ int row_of_decays(int i) { return place_of<float>(i, DECAYS); }
 
 __device__ __forceinline__ float2 two_of(const Stored* from) {
     if constexpr (SIZE == 4) {
@@ -61,21 +72,32 @@ __device__ __forceinline__ float2 decay(float2 to, float2 from) {
 __device__ __forceinline__ float2 times(float2 x, float2 y) {
     return make_float2(__fmul_rn(x.x, y.x), __fmul_rn(x.y, y.y));
 }
+__device__ __forceinline__ void store_four(Stored* to, const float2 (&x)[2]) {
+#if TENSOR_CORE
+    *reinterpret_cast<uint2*>(to) = make_uint2(E::pack(x[0].x, x[0].y), E::pack(x[1].x, x[1].y));
+#else
+    E::store_pair(to, x[0].x, x[0].y), E::store_pair(to + 2, x[1].x, x[1].y);
+#endif
+}
 
-// Copies rows `first` to `last` - 1 of a chunk, of `size` elements.
-__device__ __forceinline__ void copy_some(Stored* to, const Stored* from, i64 line, int first, int last,
-                                          int size) {
-    constexpr int PER = 16 / SIZE;
-    if ((reinterpret_cast<u64>(from) | u64(line) * SIZE | u64(size) * SIZE) % 16 == 0) {
-        const int chunks = size / PER;
-        for (int x = threadIdx.x; x < (last - first) * chunks; x += THREADS) {
-            const int row = first + x / chunks, at = x % chunks * PER;
-            cp_async_16(shared_address(to + row * KEYS + at), from + row * line + at);
+// Copies rows from `begin` on, of `size` elements: those from `first` to `last` - 1 exist, the others are zeros.
+__device__ __forceinline__ void copy_rows(Stored* to, const Stored* from, i64 line, int begin, int end,
+                                          int first, int last, int size) {
+    constexpr int PER = 16 / SIZE, EACH = KEY_SIZE / PER;
+    if ((reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16 == 0) {
+#pragma unroll 4
+        for (int x = begin * EACH + threadIdx.x; x < end * EACH; x += THREADS) {
+            const int row = x / EACH, at = x % EACH * PER;
+            const int bytes = row >= first && row < last ? min(max(size - at, 0) * SIZE, 16) : 0;
+            cp_async_16(shared_address(to + row_of_keys(row) + at), bytes ? from + row * line + at : from,
+                        bytes);
         }
     } else {
-        for (int x = threadIdx.x; x < (last - first) * size; x += THREADS) {
-            const int row = first + x / size, at = x % size;
-            to[row * KEYS + at] = from[row * line + at];
+#pragma unroll 1
+        for (int x = begin * KEY_SIZE + threadIdx.x; x < end * KEY_SIZE; x += THREADS) {
+            const int row = x / KEY_SIZE, at = x % KEY_SIZE;
+            const bool exists = row >= first && row < last && at < size;
+            to[row_of_keys(row) + at] = exists ? from[row * line + at] : E::narrow(0.0f);
         }
     }
 }
@@ -114,68 +136,78 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
 #endif
 
     // Rows that are not there are zeros, and so are queries of those before this call's.
-    constexpr int PAIRS = KEY_SIZE / 2;
-    for (int x = threadIdx.x; x < CHUNK * PAIRS; x += THREADS) {
-        const int row = x / PAIRS, d = x % PAIRS * 2;
-        const bool key_exists = row < count && d + 1 < p.key_size;
-        if (!key_exists) E::store_pair(m.keys + row * KEYS + d, 0.0f, 0.0f);
-        if (!key_exists || row < before) E::store_pair(m.queries + row * KEYS + d, 0.0f, 0.0f);
-    }
-    __syncthreads();
     const i64 of_state = i64(head) * CHUNK * p.key_size;
     const int key_head = head / p.group;
     if (before)
-        copy_some(m.keys, reinterpret_cast<const Stored*>(state + p.keys) + of_state, p.key_size, 0, before,
-                  p.key_size);
-    copy_some(m.keys, p.k + key_head * p.k_head + token * p.k_token, p.k_token, before, count, p.key_size);
-    copy_some(m.queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, before, count, p.key_size);
+        copy_rows(m.keys, reinterpret_cast<const Stored*>(state + p.keys) + of_state, p.key_size, 0, before,
+                  0, before, p.key_size);
+    copy_rows(m.keys, p.k + key_head * p.k_head + token * p.k_token, p.k_token, before, CHUNK, before, count,
+              p.key_size);
+    copy_rows(m.queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, 0, CHUNK, before, count,
+              p.key_size);
     cp_async_commit();
-    const float* g = p.g + head * p.g_head + token * p.g_token;
-#pragma unroll 8
-    for (int x = threadIdx.x; x < CHUNK * KEY_SIZE; x += THREADS) {
-        const int i = x / KEY_SIZE, d = x % KEY_SIZE;
-        const bool exists = i < count && d < p.key_size;
-        float y = 0.0f;
-        if (exists)
-            y = i < before ? state[p.decays + of_state + i * p.key_size + d]
-                           : __fmul_rn(g[i * p.g_token + d], contract::LOG2E);
-        m.decays[i * DECAYS + d] = y;
+
+    // Running sums: of rows that are not there, that of the last one. A thread has a channel of some rows.
+    constexpr int PARTS = 2 * KEY_SIZE <= THREADS ? 2 : 1, EACH = CHUNK / PARTS;
+    const int part = threadIdx.x / KEY_SIZE, channel = threadIdx.x % KEY_SIZE;
+    static_assert(KEY_SIZE <= THREADS);
+    float gammas[EACH] = {};
+    if (part < PARTS && channel < p.key_size) {
+        const float* g = p.g + head * p.g_head + (token + part * EACH) * p.g_token + channel;
+        const float* held = state + p.decays + of_state + part * EACH * p.key_size + channel;
+        const bool whole = !before && count == CHUNK;
+#pragma unroll
+        for (int x = 0; x < EACH; ++x) {
+            const int i = part * EACH + x;
+            if (whole || (i >= before && i < count)) gammas[x] = __fmul_rn(g[x * p.g_token], contract::LOG2E);
+            if (!whole && i < before) gammas[x] = held[x * p.key_size];
+        }
     }
-    __syncthreads();
-    for (int d = threadIdx.x; d < KEY_SIZE; d += THREADS) {
-        float sum = before ? m.decays[(before - 1) * DECAYS + d] : 0.0f;
-#pragma unroll 8
-        for (int i = 0; i < CHUNK; ++i) {
-            if (i < before) continue;
-            sum = __fadd_rn(sum, m.decays[i * DECAYS + d]);
-            m.decays[i * DECAYS + d] = sum;  // of rows that are not there, that of the last one
+#pragma unroll
+    for (int n = 0; n < PARTS; ++n) {
+        if (n) __syncthreads();
+        if (part != n) continue;
+        float sum = n ? m.decays[row_of_decays(n * EACH - 1) + channel] : 0.0f;
+#pragma unroll
+        for (int x = 0; x < EACH; ++x) {
+            const int i = n * EACH + x;
+            sum = i < before ? gammas[x] : __fadd_rn(sum, gammas[x]);
+            m.decays[row_of_decays(i) + channel] = sum;
         }
     }
     cp_async_wait<0>();
     __syncthreads();
 
     // Operands.
-    const float* last = m.decays + (count - 1) * DECAYS;
+    const float* last = m.decays + row_of_decays(count - 1);
     for (int d = threadIdx.x; d < KEY_SIZE; d += THREADS) to.kept[d] = exp2_of(last[d]);
     const bool keeps_decays = !SYSTEMS || KEEP || (state && chunk == chunks - 1);
 #pragma unroll 2
-    for (int x = threadIdx.x; x < CHUNK * PAIRS; x += THREADS) {
-        const int i = x / PAIRS, d = x % PAIRS * 2;
-        const float2 sum = two_of_decays(m.decays + i * DECAYS + d), zero = make_float2(0.0f, 0.0f);
-        if (keeps_decays) *reinterpret_cast<float2*>(to.decays[i] + d) = sum;
-        const float2 key = two_of(m.keys + i * KEYS + d), query = two_of(m.queries + i * KEYS + d);
-        float2 since = zero, left = zero;
-        if (i < count) since = decay(sum, zero), left = decay(two_of_decays(last + d), sum);
-        const float2 read = times(key, since), written = times(key, left);
-        const float2 asks = times(query, times(since, make_float2(p.scale, p.scale)));
-        E::store_pair(to.queries[i] + d, asks.x, asks.y);
-        E::store_pair(to.keys[i] + d, read.x, read.y);
-        E::store_pair(to.written[i] + d, written.x, written.y);
+    for (int x = threadIdx.x; x < CHUNK * KEY_SIZE / 4; x += THREADS) {
+        const int i = x / (KEY_SIZE / 4), d = x % (KEY_SIZE / 4) * 4;
+        const float4 four = *reinterpret_cast<const float4*>(m.decays + row_of_decays(i) + d);
+        const float2 sums[2] = {make_float2(four.x, four.y), make_float2(four.z, four.w)};
+        const float2 zero = make_float2(0.0f, 0.0f), scale = make_float2(p.scale, p.scale);
+        if (keeps_decays) *reinterpret_cast<float4*>(to.decays[i] + d) = four;
+        float2 read[2], written[2], asks[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const int at = row_of_keys(i) + d + n * 2;
+            const float2 key = two_of(m.keys + at), query = two_of(m.queries + at);
+            float2 since = zero, left = zero;
+            if (i < count)
+                since = decay(sums[n], zero), left = decay(two_of_decays(last + d + n * 2), sums[n]);
+            read[n] = times(key, since), written[n] = times(key, left);
+            asks[n] = times(query, times(since, scale));
+        }
+        store_four(to.queries[i] + d, asks);
+        store_four(to.keys[i] + d, read);
+        store_four(to.written[i] + d, written);
     }
     if constexpr (KEEP) {
         const Record record(p.records, index, p.key_size, p.size);
         for (int x = threadIdx.x; x < count * p.key_size; x += THREADS)
-            record.keys[x] = m.keys[x / p.key_size * KEYS + x % p.key_size];
+            record.keys[x] = m.keys[row_of_keys(x / p.key_size) + x % p.key_size];
     }
 
     // Scores of two neighbouring keys.
@@ -229,11 +261,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
                 float2 query[2], of_row[2], sum[2], of_column[2], earlier[2];
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
-                    query[n] = two_of(m.queries + (i + n) * KEYS + d);
-                    of_row[n] = two_of(m.keys + (i + n) * KEYS + d);
-                    sum[n] = two_of_decays(m.decays + (i + n) * DECAYS + d);
-                    of_column[n] = two_of(m.keys + (j + n) * KEYS + d);
-                    earlier[n] = two_of_decays(m.decays + (j + n) * DECAYS + d);
+                    query[n] = two_of(m.queries + row_of_keys(i + n) + d);
+                    of_row[n] = two_of(m.keys + row_of_keys(i + n) + d);
+                    sum[n] = two_of_decays(m.decays + row_of_decays(i + n) + d);
+                    of_column[n] = two_of(m.keys + row_of_keys(j + n) + d);
+                    earlier[n] = two_of_decays(m.decays + row_of_decays(j + n) + d);
                 }
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
@@ -256,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
         const int block = tile < 1 ? 1 : tile < 3 ? 2 : 3, row0 = block * 16;
         const int key0 = (tile - block * (block - 1) / 2) * 16;
         if (row0 >= count || row0 + 16 <= first) continue;
-        const float* reference = m.decays + (row0 - 1) * DECAYS;
+        const float* reference = m.decays + row_of_decays(row0 - 1);
         float of_queries[2][4] = {}, of_keys[2][4] = {};
 #pragma unroll 1
         for (int k = in_pair; k < KEY_SIZE; k += 16) {
@@ -267,16 +299,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 const int row = row0 + in_row + x % 2 * 8, d = k + x / 2 * 8;
-                const float2 by = decay(two_of_decays(m.decays + row * DECAYS + d), from[x / 2]);
-                const float2 query = times(two_of(m.queries + row * KEYS + d), by);
-                const float2 key = times(two_of(m.keys + row * KEYS + d), by);
+                const float2 by = decay(two_of_decays(m.decays + row_of_decays(row) + d), from[x / 2]);
+                const float2 query = times(two_of(m.queries + row_of_keys(row) + d), by);
+                const float2 key = times(two_of(m.keys + row_of_keys(row) + d), by);
                 a_query[x] = E::pack(query.x, query.y), a_key[x] = E::pack(key.x, key.y);
             }
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 const int row = key0 + in_row + x / 2 * 8, d = k + x % 2 * 8;
-                const float2 by = decay(from[x % 2], two_of_decays(m.decays + row * DECAYS + d));
-                const float2 key = times(two_of(m.keys + row * KEYS + d), by);
+                const float2 by = decay(from[x % 2], two_of_decays(m.decays + row_of_decays(row) + d));
+                const float2 key = times(two_of(m.keys + row_of_keys(row) + d), by);
                 b[x / 2][x % 2] = E::pack(key.x, key.y);
             }
 #pragma unroll
@@ -296,16 +328,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
     for (int x = threadIdx.x; x < CHUNK * CHUNK / 2; x += THREADS) {
         const int i = x / (CHUNK / 2), j = x % (CHUNK / 2) * 2, row0 = i / 16 * 16;
         if (j >= row0 || row0 >= count || row0 + 16 <= first) continue;
-        const float *reference = m.decays + (row0 - 1) * DECAYS, *sums = m.decays + i * DECAYS;
+        const float *reference = m.decays + row_of_decays(row0 - 1), *sums = m.decays + row_of_decays(i);
         float of_query[2] = {}, of_key[2] = {};
         for (int d = 0; d < p.key_size; ++d) {
             const float by = exp2_of(__fsub_rn(sums[d], reference[d]));
             const auto rounded = [&](float y) { return E::widen(E::narrow(y)); };
-            const float query = rounded(__fmul_rn(E::widen(m.queries[i * KEYS + d]), by));
-            const float of_row = rounded(__fmul_rn(E::widen(m.keys[i * KEYS + d]), by));
+            const float query = rounded(__fmul_rn(E::widen(m.queries[row_of_keys(i) + d]), by));
+            const float of_row = rounded(__fmul_rn(E::widen(m.keys[row_of_keys(i) + d]), by));
             for (int n = 0; n < 2; ++n) {
-                const float left = exp2_of(__fsub_rn(reference[d], m.decays[(j + n) * DECAYS + d]));
-                const float key = rounded(__fmul_rn(E::widen(m.keys[(j + n) * KEYS + d]), left));
+                const float left = exp2_of(__fsub_rn(reference[d], m.decays[row_of_decays(j + n) + d]));
+                const float key = rounded(__fmul_rn(E::widen(m.keys[row_of_keys(j + n) + d]), left));
                 of_query[n] = __fmaf_rn(query, key, of_query[n]);
                 of_key[n] = __fmaf_rn(of_row, key, of_key[n]);
             }
