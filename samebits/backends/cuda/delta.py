@@ -136,13 +136,15 @@ def step_spec(
         *(() if steps is None else ssd_steps.constants_of(*steps)),
     )
     smem = -(-schedule.memory(dtype, key_size, by_channel) // 16) * 16
-    entry = "delta_step_few" if schedule.few else "delta_step"
+    entry = "delta_step"
+    if schedule.few:
+        entry = "delta_step_few_channels" if by_channel else "delta_step_few"
     return compiler.KernelSpec(
         *(f"{entry}.cu", entry, _PARAMS + ("" if steps is None else ssd_steps.PARAMS), constants),
         block=32 * schedule.warps,
         smem=smem,
         # More blocks than multiprocessors fill these unevenly if they begin early.
-        programmatic=programmatic and schedule.tile == (64 if by_channel else 32),
+        programmatic=programmatic and (schedule.few or schedule.tile == (64 if by_channel else 32)),
         oldest=SM_80,
     )
 

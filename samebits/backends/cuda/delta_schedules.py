@@ -131,7 +131,8 @@ class Step:
     Attributes:
         tile: columns of values that a block takes.
         warps: in a block.
-        few: whether ``delta_step_few.cu`` computes: one decay for each head, 32 columns and 8 warps.
+        few: whether ``delta_step_few.cu`` computes, with 32 columns and 8 warps, or with a decay for each
+            channel ``delta_step_few_channels.cu``, with a warp for each 8 columns and 8 others.
     """
 
     tile: int
@@ -154,7 +155,7 @@ STEP_KEYS = 256
 def catalogue_of_steps(by_channel: bool) -> tuple[Step, ...]:
     """Every schedule, for proofs."""
     if by_channel:
-        return Step(64, 12), Step(64, 8), Step(128, 8)
+        return Step(64, 12), Step(64, 8), Step(128, 8), Step(32, 12, few=True), Step(64, 16, few=True)
     return Step(32), Step(64), Step(128), Step(32, 8, few=True)
 
 

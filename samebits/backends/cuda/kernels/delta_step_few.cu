@@ -15,22 +15,10 @@
 //
 // Macros: those of delta_step.cu. TILE is 32 and WARPS 8.
 
-#include "delta_step.cuh"
-#include "named_barriers.cuh"
+#include "delta_step_few.cuh"
 
-static_assert(TILE == 32 && WARPS == 8 && WIDE == 1 && !BY_CHANNEL);
-constexpr u32 ALL = 0xFFFFFFFF;
-constexpr int TILES = 2;           // of keys, of a warp that has them
-constexpr int PAIRS = CHUNK / 16;  // blocks of updates
-
-struct Few {
-    uint2 left[2][4][PAIRS];  // scores and -weights, of lanes of one in_pair, of each block of updates
-    Memory m;                 // whose scores are that of the row's own key alone
-};
-
-__device__ __forceinline__ void meet() { wait_for<THREADS>(1); }
-
-__device__ __forceinline__ u32 from_lane(u32 x, int lane) { return u32(__shfl_sync(ALL, int(x), lane)); }
+static_assert(TILE == 32 && WARPS == 8 && !BY_CHANNEL);
+constexpr int TILES = 2;  // of keys, of a warp that has them
 
 // Element `at` of 64, of which each lane has two.
 __device__ __forceinline__ float of_both(float2 x, int at) {
@@ -38,20 +26,10 @@ __device__ __forceinline__ float of_both(float2 x, int at) {
     return at % 2 ? high : low;
 }
 
-__device__ __forceinline__ int count_of(float rows) { return min(max(int(rows), 0), CHUNK); }
-
 // The sum of gammas from the chunk's start to its row i.
 __device__ __forceinline__ float decay_of(float2 decays, int i, float gamma) {
     const float last = of_both(decays, max(i - 1, 0));
     return __fadd_rn(i ? last : 0.0f, gamma);
-}
-
-// Begins to copy a full chunk.
-__device__ __forceinline__ void copy_chunk(Memory& m, const Stored* keys, const Stored* updates,
-                                           int columns) {
-    copy<KEY_SIZE, KEYS, KEY_SIZE>(m.keys, keys, CHUNK);
-    copy<TILE, LINE, VALUE_SIZE>(m.updates, updates, CHUNK, columns);
-    cp_async_commit();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
@@ -286,28 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
         acc[y] = __fmul_rn(acc[y], since);
         if (DELTA && in_row % 2 == 1) acc[y] = __fsub_rn(E::widen(values[y]), acc[y]);
     }
-    u32 of_updates[PAIRS][2];
-#pragma unroll
-    for (int n = 0; n < PAIRS; ++n)
-#pragma unroll
-        for (int y = 0; y < 2; ++y) of_updates[n][y] = pairs[n][2 * y] | u32(pairs[n][2 * y + 1]) << 16;
-    // The row's block, without what lies behind its rows.
-    u32 of_block[2];
-#pragma unroll
-    for (int y = 0; y < 2; ++y) {
-        u32 both = of_updates[0][y];
-#pragma unroll
-        for (int n = 1; n < PAIRS; ++n)
-            if (block == n * 16) both = of_updates[n][y];
-        const int j = block + in_pair + y * 8;
-        of_block[y] = j + 1 < i ? both : j < i ? both & 0xFFFF : 0;
-    }
-    u32 all[8];  // the column's updates
-    if constexpr (DELTA)
-#pragma unroll
-        for (int n = 0; n < 8; ++n) all[n] = from_lane(of_block[n / 4], in_row * 4 + n % 4);
-    // Where the row lies in the block's operands.
-    const u32 place = in_pair == (i % 8 & 6) ? ALL : 0, low = i % 16 < 8 ? place : 0, high = place & ~low;
+    Updates of_rows(pairs, i, block, in_row, in_pair);
     meet();
     if (!is) return;
     const uint2* from = f.left[DELTA ? in_row % 2 : 0][in_pair / 2];
@@ -316,35 +273,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
 #pragma unroll
     for (int n = 0; n < PAIRS - 1; ++n) left[n] = from[n];
     const uint2 last = from[block / 16];
-#pragma unroll
-    for (int n = 0; n < PAIRS - 1; ++n)
-        if (n * 16 < block) {
-            const u32 a[4] = {left[n].x, 0, left[n].y, 0};
-            mma_m16n8k16<TYPE == BF16>(acc, a, of_updates[n]);
-        }
-
+    of_rows.add_earlier(acc, left);
     // The four threads of a column have its update.
-    Stored update = value;
-    if constexpr (DELTA) {
-        const float z0 = __shfl_sync(ALL, acc[0], 4 + in_row / 2),
-                    z1 = __shfl_sync(ALL, acc[1], 4 + in_row / 2);
-        float z = in_row % 2 ? z1 : z0;
-        const float4* by = reinterpret_cast<const float4*>(m.weights + block);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const float4 of = by[n];
-            z = __fmaf_rn(-of.x, E::widen(u16(all[2 * n])), z);
-            z = __fmaf_rn(-of.y, E::widen(u16(all[2 * n] >> 16)), z);
-            z = __fmaf_rn(-of.z, E::widen(u16(all[2 * n + 1])), z);
-            if (n < 3) z = __fmaf_rn(-of.w, E::widen(u16(all[2 * n + 1] >> 16)), z);
-        }
-        update = E::narrow(__fmul_rn(beta, z));
-    }
+    const Stored update = DELTA ? of_rows.solve(acc, m.weights + block, beta) : value;
     if (in_pair == 0) own_update[i * VALUE_SIZE] = update;
-    const u32 placed = u32(update) << i % 2 * 16;
-    of_block[0] |= placed & low, of_block[1] |= placed & high;
-    const u32 a[4] = {last.x | (score & low), 0, last.y | (score & high), 0};
-    mma_m16n8k16<TYPE == BF16>(acc, a, of_block);
+    of_rows.add_own(acc, make_uint2(last.x | (score & of_rows.low), last.y | (score & of_rows.high)), update);
 
     if (in_row == 0) {
         float y[2];

@@ -1,4 +1,4 @@
-// What the kernels for one token of each sequence share: delta_step.cu and delta_step_few.cu.
+// What the kernels for one token of each sequence share: delta_step.cu and delta_step_few*.cu.
 #pragma once
 
 #define TENSOR_CORE 1
@@ -6,7 +6,8 @@
 #include "delta_forward.cuh"
 #include "launch.cuh"
 
-constexpr int COLUMN_WARPS = BY_CHANNEL && WARPS == 8 ? 8 : 4;    // that have columns; others have scores
+constexpr int SCORE_WARPS = 8;  // BY_CHANNEL: they have columns, too, where there are no other warps
+constexpr int COLUMN_WARPS = !BY_CHANNEL ? 4 : WARPS == SCORE_WARPS ? SCORE_WARPS : WARPS - SCORE_WARPS;
 constexpr int COLUMNS = TILE / COLUMN_WARPS, WIDE = COLUMNS / 8;  // of a warp; side by side of a thread
 constexpr int STEPS = KEY_SIZE / 16, AHEAD = STEPS < 16 / WIDE ? STEPS : 16 / WIDE;
 // Of a multiprocessor, by their registers and memory.

@@ -1,0 +1,343 @@
+// One token for each of few sequences, by the delta rule with a decay for each channel: what delta_step.cu has for 64
+// columns of values. As in delta_step_few.cu, the row of instructions of one warp is all the time that there is.
+//
+//   * Warps have code of their own: a warp for each 8 columns, and eight for scores. The matrix, queries, keys and
+//     decays of the token are asked for before the count of the chunk's rows is there; of these only the rows that
+//     there are, for they take as many bytes as the matrix.
+//   * The longest row of instructions is that of scores within the row's own block: a fused multiply-add for each
+//     channel, one after the other. Eight warps compute products and exponentials, a channel's products of two rows
+//     each, and leave them in shared memory. So a chain waits for nothing but itself. One warp has all of them: 16 keys,
+//     by the query and by the key.
+//   * Meanwhile six warps have the scores of earlier blocks, of eight keys each, and the others multiply the matrix.
+//     Barriers are between those alone that need them.
+//
+// Macros: those of delta_step.cu. TILE is 32 and WARPS 12, or TILE is 64 and WARPS 16.
+
+#include "delta_step_few.cuh"
+
+static_assert(BY_CHANNEL && DELTA && TILE == 8 * (WARPS - SCORE_WARPS));
+constexpr int KEY_WARPS = 6, LAST = 6, CHAINS = 7;  // those with earlier keys, and the two others, of those with scores
+constexpr int QUADS = KEY_SIZE / 4, EACH = (QUADS + 31) / 32;  // four channels: in a row, and of a lane
+constexpr int EARLY = STEPS < 8 ? STEPS : 8;                   // steps whose keys are on their way at once
+
+// Barriers. `meet` has the first.
+enum { QUERIES = 2, FACTORS, COUNTED, EARLIER, OWN };
+
+// Rows in place of a chunk's decays, of the row's own block: exponentials, and products with the query and with the key;
+// then the sums at the end of the block before.
+enum { BY = 0, PRODUCTS = 16, REFERENCE = 48 };
+
+__device__ __forceinline__ void read(float (&x)[4], const float* from) {
+    const float4 all = *reinterpret_cast<const float4*>(from);
+    x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+}
+
+__device__ __forceinline__ void write(float* to, const float (&x)[4]) {
+    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+}
+
+__device__ __forceinline__ float element(const u32 (&pairs)[2], int x) {
+    return E::widen(u16(pairs[x / 2] >> x % 2 * 16));
+}
+
+// A full chunk, with what is left of its keys at its end.
+__device__ __forceinline__ void take_chunk(Memory& m, const Stored* keys, const float* decays,
+                                           const Stored* updates, int columns) {
+    copy<KEY_SIZE, DECAYS, KEY_SIZE>(m.decays, decays, CHUNK);
+    copy_chunk(m, keys, updates, columns);
+    cp_async_wait<0>();
+    meet();
+    const float* last = m.decays + (CHUNK - 1) * DECAYS;
+    for (int x = threadIdx.x; x < CHUNK * KEY_SIZE; x += THREADS) {
+        const int j = x / KEY_SIZE, d = x % KEY_SIZE;
+        Stored& key = m.keys[j * KEYS + d];
+        key = E::narrow(__fmul_rn(E::widen(key), exp2_of(__fsub_rn(last[d], m.decays[j * DECAYS + d]))));
+    }
+    meet();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    delta_step_few_channels(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    Few& f = *reinterpret_cast<Few*>(bytes);
+    Memory& m = f.m;
+    float* rows_of = m.decays;
+    const int head = blockIdx.y, first_column = blockIdx.x * TILE, tiles = gridDim.x;
+    const i64 token = blockIdx.z;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
+    const int columns = min(TILE, VALUE_SIZE - first_column);
+    float* state = p.state + token * p.words;
+    Stored* keys = reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * KEY_SIZE;
+    Stored* updates =
+        reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * VALUE_SIZE + first_column;
+    float* decays = state + p.decays + i64(head) * CHUNK * KEY_SIZE;
+    float* matrix = state + p.matrix + i64(head) * KEY_SIZE * VALUE_SIZE + first_column;
+
+    // Into the L2 cache, whatever the kernel before may still write.
+    for (int x = threadIdx.x; x < KEY_SIZE * (TILE / 32); x += THREADS)
+        prefetch_to_l2(matrix + x / (TILE / 32) * VALUE_SIZE + x % (TILE / 32) * 32);
+
+    if (warp >= COLUMN_WARPS) {
+        const int part = warp - COLUMN_WARPS;
+        const Stored* q = p.q + token * p.q_token + head / p.group * p.q_head;
+        const Stored* k = p.k + token * p.k_token + head / p.group * p.k_head;
+        const float* g = p.g + token * p.g_token + head * p.g_head;
+        wait_for_kernel_before();
+        let_kernel_behind_start();
+
+        const float rows = state[0];
+        u32 own[EACH][2][2];  // of the query and the key
+        float gammas[EACH][4];
+#pragma unroll
+        for (int n = 0; n < EACH; ++n) {
+            const int d = (n * 32 + lane) * 4;
+            if (d >= KEY_SIZE) continue;
+#pragma unroll
+            for (int y = 0; y < 2; ++y) {
+                own[n][0][y] = *reinterpret_cast<const u32*>(q + d + 2 * y);
+                own[n][1][y] = *reinterpret_cast<const u32*>(k + d + 2 * y);
+            }
+#pragma unroll
+            for (int x = 0; x < 4; ++x) gammas[n][x] = g[d + x];
+        }
+        const int before = count_of(rows);
+        int* marks = reinterpret_cast<int*>(state + p.marks);
+        int of_head = 0;
+        if (before == CHUNK) {  // who writes the count, and row 0 behind a full chunk: delta_step.cu
+            take_chunk(m, keys, decays, updates, columns);
+            if (part == LAST && lane == 0) {
+                __threadfence();
+                of_head = atomicAdd(marks + 1 + head, 1);
+            }
+            meet();
+        }
+        const int i = before % CHUNK, block = i / 16 * 16;
+
+        // All rows that there are: of the own block, two of each warp, and of those before.
+        float sums[EACH][4], references[EACH][4], from[EACH][2][4];
+        u32 of_rows[EACH][2][2];
+#pragma unroll
+        for (int n = 0; n < EACH; ++n) {
+            const int d = (n * 32 + lane) * 4;
+            if (d >= KEY_SIZE) continue;
+#pragma unroll
+            for (int x = 0; x < 4; ++x) sums[n][x] = references[n][x] = 0.0f;
+            if (i) read(sums[n], decays + (i - 1) * KEY_SIZE + d);
+            if (block) read(references[n], decays + (block - 1) * KEY_SIZE + d);
+#pragma unroll
+            for (int y = 0; y < 2; ++y)
+                if (const int j = block + part + y * 8; j < i) {
+                    const uint2 pairs = *reinterpret_cast<const uint2*>(keys + j * KEY_SIZE + d);
+                    of_rows[n][y][0] = pairs.x, of_rows[n][y][1] = pairs.y;
+                    read(from[n][y], decays + j * KEY_SIZE + d);
+                }
+        }
+        const bool has_keys = part < KEY_WARPS && part * 8 < block;
+        const u32 at = (part * 8 + in_row) * KEY_SIZE + in_pair;
+        u32 of_keys[EARLY][2];
+        float2 of_decays[EARLY][2];
+        const auto read_keys = [&](int step) {
+#pragma unroll
+            for (int y = 0; y < 2; ++y) {
+                of_keys[step % EARLY][y] = *reinterpret_cast<const u32*>(keys + at + step * 16 + y * 8);
+                of_decays[step % EARLY][y] =
+                    *reinterpret_cast<const float2*>(decays + at + step * 16 + y * 8);
+            }
+        };
+        if (has_keys)
+#pragma unroll
+            for (int step = 0; step < EARLY; ++step) read_keys(step);
+
+        // The query and the key times decays, from the chunk's start on and from its last block's.
+#pragma unroll
+        for (int n = 0; n < EACH; ++n) {
+            const int d = (n * 32 + lane) * 4;
+            if (d >= KEY_SIZE) continue;
+#pragma unroll
+            for (int x = 0; x < 4; ++x)
+                sums[n][x] = __fadd_rn(sums[n][x], __fmul_rn(gammas[n][x], contract::LOG2E));
+            if (part < 4) {
+                const int of_key = part % 2;
+                float y[4];
+#pragma unroll
+                for (int x = 0; x < 4; ++x) {
+                    const float since = part < 2 ? sums[n][x] : __fsub_rn(sums[n][x], references[n][x]);
+                    y[x] = __fmul_rn(of_key ? element(own[n][1], x) : element(own[n][0], x), exp2_of(since));
+                }
+                *reinterpret_cast<uint2*>(m.own + (SINCE_START + part) * KEYS + d) =
+                    make_uint2(E::pack(y[0], y[1]), E::pack(y[2], y[3]));
+            } else if (part == 4) {
+                write(rows_of + REFERENCE * DECAYS + d, references[n]);
+            }
+        }
+        constexpr int OF_QUERIES = 32 * (2 + COLUMN_WARPS);
+        if (part < 2) arrive_at<OF_QUERIES>(QUERIES);
+
+        // Factors of the own block's scores.
+#pragma unroll
+        for (int y = 0; y < 2; ++y) {
+            const int r = part + y * 8, mine = i % 16;
+            if (r > mine) continue;
+#pragma unroll
+            for (int n = 0; n < EACH; ++n) {
+                const int d = (n * 32 + lane) * 4;
+                if (d >= KEY_SIZE) continue;
+                float by[4], products[2][4];
+#pragma unroll
+                for (int x = 0; x < 4; ++x) {
+                    const float key = r < mine ? element(of_rows[n][y], x) : element(own[n][1], x);
+                    by[x] = exp2_of(__fsub_rn(sums[n][x], r < mine ? from[n][y][x] : sums[n][x]));
+#pragma unroll
+                    for (int z = 0; z < 2; ++z) products[z][x] = __fmul_rn(element(own[n][z], x), key);
+                }
+                float* to = rows_of + r * DECAYS + d;
+                write(to + BY * DECAYS, by);
+#pragma unroll
+                for (int z = 0; z < 2; ++z) write(to + (PRODUCTS + z * 16) * DECAYS, products[z]);
+            }
+        }
+        wait_for<32 * SCORE_WARPS>(FACTORS);
+
+        if (part == CHAINS) {
+            const int of_key = lane / 16, r = lane % 16;
+            const float *by = rows_of + (BY + r) * DECAYS, *x = rows_of + (PRODUCTS + lane) * DECAYS;
+            float acc = 0.0f;
+#pragma unroll
+            for (int d = 0; d < KEY_SIZE; d += 4) {
+                float products[4], factors[4];
+                read(products, x + d), read(factors, by + d);
+#pragma unroll
+                for (int y = 0; y < 4; ++y) acc = __fmaf_rn(products[y], factors[y], acc);
+            }
+            // Rows behind this one: garbage. Scores lie as a left operand has them.
+            if (of_key)
+                m.weights[r] = block + r < i ? acc : 0.0f;
+            else
+                m.scores[r % 8 / 2 * 4 + r / 8 * 2 + r % 2] = E::narrow(block + r <= i ? acc : 0.0f);
+            arrive_at<32 * (1 + COLUMN_WARPS)>(OWN);
+        } else if (part < KEY_WARPS) {
+            if (has_keys) {
+                const Stored* left = m.own + (SINCE_BLOCK + in_row % 2) * KEYS + in_pair;
+                const float* reference = rows_of + REFERENCE * DECAYS + in_pair;
+                float acc[4] = {};
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step) {
+                    u32 a[4] = {}, b[2];
+#pragma unroll
+                    for (int y = 0; y < 2; ++y) {
+                        const int d = step * 16 + y * 8;
+                        const float2 to = *reinterpret_cast<const float2*>(reference + d),
+                                     sum = of_decays[step % EARLY][y];
+                        const u32 key = of_keys[step % EARLY][y];
+                        a[2 * y] = *reinterpret_cast<const u32*>(left + d);
+                        b[y] = E::pack(__fmul_rn(E::widen(u16(key)), exp2_of(__fsub_rn(to.x, sum.x))),
+                                       __fmul_rn(E::widen(u16(key >> 16)), exp2_of(__fsub_rn(to.y, sum.y))));
+                    }
+                    if (step + EARLY < STEPS) read_keys(step + EARLY);
+                    mma_m16n8k16<TYPE == BF16>(acc, a, b);
+                }
+                if (in_row < 2) {
+                    u32* to = reinterpret_cast<u32*>(&f.left[in_row][in_pair / 2][part / 2]);
+                    to[part % 2] = in_row ? E::pack(-acc[0], -acc[1]) : E::pack(acc[0], acc[1]);
+                }
+            }
+            arrive_at<32 * (KEY_WARPS + COLUMN_WARPS)>(EARLIER);
+        } else {  // the count, and the chunk's next row
+            wait_for<32 * (1 + COLUMN_WARPS)>(COUNTED);
+            const int of_all = lane == 0 ? atomicAdd(marks, 1) : 0, of_last = __shfl_sync(ALL, of_head, 0);
+            if (before == CHUNK ? of_last == tiles - 1 : blockIdx.x == 0) {
+#pragma unroll
+                for (int n = 0; n < EACH; ++n) {
+                    const int d = (n * 32 + lane) * 4;
+                    if (d >= KEY_SIZE) continue;
+                    *reinterpret_cast<uint2*>(keys + i * KEY_SIZE + d) =
+                        make_uint2(own[n][1][0], own[n][1][1]);
+                    write(decays + i * KEY_SIZE + d, sums[n]);
+                }
+                if (lane == 0 && before == CHUNK) marks[1 + head] = 0;
+            }
+            if (lane == 0 && of_all == tiles * int(gridDim.y) - 1) state[0] = float(i + 1), *marks = 0;
+        }
+        return;
+    }
+
+    // The matrix, updates and values.
+    const int of_column = warp * COLUMNS;  // the first one of the warp
+    const Stored* v = p.v + token * p.v_token + head * p.v_head + first_column + of_column;
+    const float* own_matrix = matrix + of_column + (u32(in_pair) * VALUE_SIZE + u32(in_row));
+    const Warp w{m, matrix + of_column, own_matrix, columns - of_column, warp, lane, in_row, in_pair};
+    const bool is = w.has(0);  // the warp's columns are there
+    const Stored* own_updates = updates + (in_pair * VALUE_SIZE + of_column + in_row);
+    Stored* own_update = updates + of_column + in_row;
+    Stored* out = p.out + (token * p.heads + head) * VALUE_SIZE + first_column + of_column + in_pair;
+    const float* of_beta = p.beta + token * p.beta_token + head * p.beta_head;
+    wait_for_kernel_before();
+    let_kernel_behind_start();
+
+    const float rows = state[0];
+    Wide<float> of_matrix[STEPS][4];
+    Stored pairs[PAIRS][4] = {};       // of updates
+    Stored values[2] = {}, value = 0;  // of the thread's results, and of its update
+    const float beta = *of_beta;
+    if (is) {
+#pragma unroll
+        for (int x = 0; x < STEPS; ++x) w.read(of_matrix[x], x * 16);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) values[n] = v[in_pair + n];
+        value = v[in_row];
+#pragma unroll
+        for (int n = 0; n < PAIRS; ++n)
+#pragma unroll
+            for (int y = 0; y < 4; ++y) pairs[n][y] = own_updates[(n * 16 + row_of(y)) * VALUE_SIZE];
+    }
+    const int before = count_of(rows);
+    if (before == CHUNK) {
+        take_chunk(m, keys, decays, updates, columns);
+        if (is) {
+            w.close();
+#pragma unroll
+            for (int x = 0; x < STEPS; ++x) w.read(of_matrix[x], x * 16);
+        }
+        meet();  // the decays are read
+    }
+    const int i = before % CHUNK, block = i / 16 * 16;
+    arrive_at<32 * (1 + COLUMN_WARPS)>(COUNTED);
+
+    wait_for<32 * (2 + COLUMN_WARPS)>(QUERIES);
+    float acc[4] = {};
+    const Stored* left_row = m.own + (SINCE_START + in_row % 2) * KEYS + in_pair;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const u32* from = reinterpret_cast<const u32*>(left_row + step * 16);
+        const u32 a[4] = {from[0], 0, from[4], 0};
+        if (is) {
+            const Wide<float>(&s)[4] = of_matrix[step];
+            const u32 b[2] = {E::pack(s[0].x[0], s[1].x[0]), E::pack(s[2].x[0], s[3].x[0])};
+            mma_m16n8k16<TYPE == BF16>(acc, a, b);
+        }
+    }
+    if (in_row % 2 == 1)
+#pragma unroll
+        for (int y = 0; y < 2; ++y) acc[y] = __fsub_rn(E::widen(values[y]), acc[y]);
+    Updates of_rows(pairs, i, block, in_row, in_pair);
+
+    wait_for<32 * (KEY_WARPS + COLUMN_WARPS)>(EARLIER);
+    if (is) {
+        uint2 left[PAIRS - 1];
+#pragma unroll
+        for (int n = 0; n < PAIRS - 1; ++n) left[n] = f.left[in_row % 2][in_pair / 2][n];
+        of_rows.add_earlier(acc, left);
+    }
+    wait_for<32 * (1 + COLUMN_WARPS)>(OWN);
+    if (!is) return;
+    const Stored update = of_rows.solve(acc, m.weights, beta);
+    if (in_pair == 0) own_update[i * VALUE_SIZE] = update;
+    of_rows.add_own(acc, reinterpret_cast<const uint2*>(m.scores)[in_pair / 2], update);
+    if (in_row == 0) {
+        float y[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+            y[n] = contract::canonical(__fmul_rn(__fadd_rn(acc[n], 0.0f), p.scale));
+        *reinterpret_cast<u32*>(out) = E::pack(y[0], y[1]);
+    }
+}
