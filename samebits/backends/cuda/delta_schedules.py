@@ -140,12 +140,13 @@ class Step:
     few: bool = False
 
     def memory(self, dtype: torch.dtype, key_size: int, by_channel: bool = False) -> int:
-        """Bytes of shared memory of a block: ``struct Memory``, or ``struct Few``."""
+        """Bytes of shared memory of a block: ``struct Memory``, ``struct Few`` or ``struct Shared``."""
         keys, columns = (n + 16 // dtype.itemsize for n in (key_size, self.tile))
         own, decays = (6, key_size + 4) if by_channel else (2, 1)
         stored = CHUNK * (keys + columns) + own * keys + CHUNK + self.tile
-        left = 8 * 2 * 4 * CHUNK // 16 if self.few else 0
-        return left + stored * dtype.itemsize + 4 * (CHUNK * (1 + decays) + self.tile)
+        few = 8 * 2 * 4 * CHUNK // 16 if self.few else 0
+        few += 49 * 4 * decays if self.few and by_channel else 0
+        return few + stored * dtype.itemsize + 4 * (CHUNK * (1 + decays) + self.tile)
 
 
 STEP_KEYS = 256

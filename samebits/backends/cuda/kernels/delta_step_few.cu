@@ -275,7 +275,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE > 128 ? 1 : 2)
     const uint2 last = from[block / 16];
     of_rows.add_earlier(acc, left);
     // The four threads of a column have its update.
-    const Stored update = DELTA ? of_rows.solve(acc, m.weights + block, beta) : value;
+    Stored update = value;
+    if constexpr (DELTA) {
+        const float z0 = __shfl_sync(ALL, acc[0], 4 + in_row / 2),
+                    z1 = __shfl_sync(ALL, acc[1], 4 + in_row / 2);
+        update = of_rows.solve(in_row % 2 ? z1 : z0, m.weights + block, beta);
+    }
     if (in_pair == 0) own_update[i * VALUE_SIZE] = update;
     of_rows.add_own(acc, make_uint2(last.x | (score & of_rows.low), last.y | (score & of_rows.high)), update);
 

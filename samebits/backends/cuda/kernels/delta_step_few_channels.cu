@@ -18,14 +18,17 @@
 static_assert(BY_CHANNEL && DELTA && TILE == 8 * (WARPS - SCORE_WARPS));
 constexpr int KEY_WARPS = 6, LAST = 6, CHAINS = 7;  // those with earlier keys, and the two others, of those with scores
 constexpr int QUADS = KEY_SIZE / 4, EACH = (QUADS + 31) / 32;  // four channels: in a row, and of a lane
-constexpr int EARLY = STEPS < 8 ? STEPS : 8;                   // steps whose keys are on their way at once
+constexpr int SPREAD = KEY_SIZE + 8;  // of a row of decays of earlier blocks
 
 // Barriers. `meet` has the first.
 enum { QUERIES = 2, FACTORS, COUNTED, EARLIER, OWN };
 
-// Rows in place of a chunk's decays, of the row's own block: exponentials, and products with the query and with the key;
-// then the sums at the end of the block before.
-enum { BY = 0, PRODUCTS = 16, REFERENCE = 48 };
+struct Shared {
+    Few few;  // a full chunk; else keys and decays of earlier blocks
+    // Of the own block's scores: exponentials, and products with the query and with the key.
+    float by[16][DECAYS], products[2][16][DECAYS];
+    float reference[DECAYS];  // the sums at the end of the block before
+};
 
 __device__ __forceinline__ void read(float (&x)[4], const float* from) {
     const float4 all = *reinterpret_cast<const float4*>(from);
@@ -59,9 +62,9 @@ __device__ __forceinline__ void take_chunk(Memory& m, const Stored* keys, const 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     delta_step_few_channels(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
-    Few& f = *reinterpret_cast<Few*>(bytes);
+    Shared& s = *reinterpret_cast<Shared*>(bytes);
+    Few& f = s.few;
     Memory& m = f.m;
-    float* rows_of = m.decays;
     const int head = blockIdx.y, first_column = blockIdx.x * TILE, tiles = gridDim.x;
     const i64 token = blockIdx.z;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
@@ -73,15 +76,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float* decays = state + p.decays + i64(head) * CHUNK * KEY_SIZE;
     float* matrix = state + p.matrix + i64(head) * KEY_SIZE * VALUE_SIZE + first_column;
 
-    // Into the L2 cache, whatever the kernel before may still write.
-    for (int x = threadIdx.x; x < KEY_SIZE * (TILE / 32); x += THREADS)
-        prefetch_to_l2(matrix + x / (TILE / 32) * VALUE_SIZE + x % (TILE / 32) * 32);
-
     if (warp >= COLUMN_WARPS) {
         const int part = warp - COLUMN_WARPS;
         const Stored* q = p.q + token * p.q_token + head / p.group * p.q_head;
         const Stored* k = p.k + token * p.k_token + head / p.group * p.k_head;
         const float* g = p.g + token * p.g_token + head * p.g_head;
+        const Stored *of_keys = keys + part * 8 * KEY_SIZE, *own_keys = keys + part * KEY_SIZE + lane * 4;
+        const float *of_decays = decays + part * 8 * KEY_SIZE, *own_decays = decays + lane * 4;
+        // Into the L2 cache, whatever the kernel before may still write; and so all addresses are there.
+        prefetch_to_l2(state), prefetch_to_l2(q + lane * 4), prefetch_to_l2(k + lane * 4);
+        prefetch_to_l2(g + lane * 4), prefetch_to_l2(own_keys), prefetch_to_l2(own_decays);
+        prefetch_to_l2(of_keys), prefetch_to_l2(of_decays);
         wait_for_kernel_before();
         let_kernel_behind_start();
 
@@ -109,7 +114,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 __threadfence();
                 of_head = atomicAdd(marks + 1 + head, 1);
             }
-            meet();
         }
         const int i = before % CHUNK, block = i / 16 * 16;
 
@@ -122,31 +126,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (d >= KEY_SIZE) continue;
 #pragma unroll
             for (int x = 0; x < 4; ++x) sums[n][x] = references[n][x] = 0.0f;
-            if (i) read(sums[n], decays + (i - 1) * KEY_SIZE + d);
-            if (block) read(references[n], decays + (block - 1) * KEY_SIZE + d);
+            const u32 at = n * 128, first = u32(block) * KEY_SIZE + at;
+            if (i) read(sums[n], own_decays + (u32(i - 1) * KEY_SIZE + at));
 #pragma unroll
             for (int y = 0; y < 2; ++y)
-                if (const int j = block + part + y * 8; j < i) {
-                    const uint2 pairs = *reinterpret_cast<const uint2*>(keys + j * KEY_SIZE + d);
+                if (block + part + y * 8 < i) {
+                    const uint2 pairs = *reinterpret_cast<const uint2*>(own_keys + first + y * 8 * KEY_SIZE);
                     of_rows[n][y][0] = pairs.x, of_rows[n][y][1] = pairs.y;
-                    read(from[n][y], decays + j * KEY_SIZE + d);
+                    read(from[n][y], own_decays + part * KEY_SIZE + first + y * 8 * KEY_SIZE);
                 }
+            if (block) read(references[n], own_decays + (first - KEY_SIZE));
         }
         const bool has_keys = part < KEY_WARPS && part * 8 < block;
-        const u32 at = (part * 8 + in_row) * KEY_SIZE + in_pair;
-        u32 of_keys[EARLY][2];
-        float2 of_decays[EARLY][2];
-        const auto read_keys = [&](int step) {
-#pragma unroll
-            for (int y = 0; y < 2; ++y) {
-                of_keys[step % EARLY][y] = *reinterpret_cast<const u32*>(keys + at + step * 16 + y * 8);
-                of_decays[step % EARLY][y] =
-                    *reinterpret_cast<const float2*>(decays + at + step * 16 + y * 8);
-            }
-        };
-        if (has_keys)
-#pragma unroll
-            for (int step = 0; step < EARLY; ++step) read_keys(step);
+        if (has_keys) {
+            copy<KEY_SIZE, SPREAD, KEY_SIZE, 8, 32>(m.decays + part * 8 * SPREAD, of_decays, 8, KEY_SIZE, lane);
+            copy<KEY_SIZE, KEYS, KEY_SIZE, 8, 32>(m.keys + part * 8 * KEYS, of_keys, 8, KEY_SIZE, lane);
+        }
 
         // The query and the key times decays, from the chunk's start on and from its last block's.
 #pragma unroll
@@ -167,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 *reinterpret_cast<uint2*>(m.own + (SINCE_START + part) * KEYS + d) =
                     make_uint2(E::pack(y[0], y[1]), E::pack(y[2], y[3]));
             } else if (part == 4) {
-                write(rows_of + REFERENCE * DECAYS + d, references[n]);
+                write(s.reference + d, references[n]);
             }
         }
         constexpr int OF_QUERIES = 32 * (2 + COLUMN_WARPS);
@@ -190,17 +185,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
                     for (int z = 0; z < 2; ++z) products[z][x] = __fmul_rn(element(own[n][z], x), key);
                 }
-                float* to = rows_of + r * DECAYS + d;
-                write(to + BY * DECAYS, by);
+                write(s.by[r] + d, by);
 #pragma unroll
-                for (int z = 0; z < 2; ++z) write(to + (PRODUCTS + z * 16) * DECAYS, products[z]);
+                for (int z = 0; z < 2; ++z) write(s.products[z][r] + d, products[z]);
             }
         }
         wait_for<32 * SCORE_WARPS>(FACTORS);
 
         if (part == CHAINS) {
             const int of_key = lane / 16, r = lane % 16;
-            const float *by = rows_of + (BY + r) * DECAYS, *x = rows_of + (PRODUCTS + lane) * DECAYS;
+            const float *by = s.by[r], *x = s.products[of_key][r];
             float acc = 0.0f;
 #pragma unroll
             for (int d = 0; d < KEY_SIZE; d += 4) {
@@ -217,23 +211,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             arrive_at<32 * (1 + COLUMN_WARPS)>(OWN);
         } else if (part < KEY_WARPS) {
             if (has_keys) {
-                const Stored* left = m.own + (SINCE_BLOCK + in_row % 2) * KEYS + in_pair;
-                const float* reference = rows_of + REFERENCE * DECAYS + in_pair;
+                cp_async_commit(), cp_async_wait<0>();
+                __syncwarp();
+                const int j = part * 8 + in_row;
+                const Stored *left = m.own + (SINCE_BLOCK + in_row % 2) * KEYS, *of = m.keys + j * KEYS;
+                const float* sums = m.decays + j * SPREAD;
                 float acc[4] = {};
 #pragma unroll
                 for (int step = 0; step < STEPS; ++step) {
                     u32 a[4] = {}, b[2];
 #pragma unroll
                     for (int y = 0; y < 2; ++y) {
-                        const int d = step * 16 + y * 8;
-                        const float2 to = *reinterpret_cast<const float2*>(reference + d),
-                                     sum = of_decays[step % EARLY][y];
-                        const u32 key = of_keys[step % EARLY][y];
+                        const int d = step * 16 + y * 8 + in_pair;
+                        const float2 to = *reinterpret_cast<const float2*>(s.reference + d),
+                                     from = *reinterpret_cast<const float2*>(sums + d);
+                        const u32 key = *reinterpret_cast<const u32*>(of + d);
                         a[2 * y] = *reinterpret_cast<const u32*>(left + d);
-                        b[y] = E::pack(__fmul_rn(E::widen(u16(key)), exp2_of(__fsub_rn(to.x, sum.x))),
-                                       __fmul_rn(E::widen(u16(key >> 16)), exp2_of(__fsub_rn(to.y, sum.y))));
+                        b[y] = E::pack(__fmul_rn(E::widen(u16(key)), exp2_of(__fsub_rn(to.x, from.x))),
+                                       __fmul_rn(E::widen(u16(key >> 16)), exp2_of(__fsub_rn(to.y, from.y))));
                     }
-                    if (step + EARLY < STEPS) read_keys(step + EARLY);
                     mma_m16n8k16<TYPE == BF16>(acc, a, b);
                 }
                 if (in_row < 2) {
@@ -271,6 +267,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Stored* own_update = updates + of_column + in_row;
     Stored* out = p.out + (token * p.heads + head) * VALUE_SIZE + first_column + of_column + in_pair;
     const float* of_beta = p.beta + token * p.beta_token + head * p.beta_head;
+    for (int x = threadIdx.x; x < KEY_SIZE * (TILE / 32); x += 32 * COLUMN_WARPS)
+        prefetch_to_l2(matrix + x / (TILE / 32) * VALUE_SIZE + x % (TILE / 32) * 32);
+    prefetch_to_l2(state), prefetch_to_l2(own_matrix), prefetch_to_l2(own_updates), prefetch_to_l2(v);
+    prefetch_to_l2(of_beta);
     wait_for_kernel_before();
     let_kernel_behind_start();
 
@@ -290,6 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int y = 0; y < 4; ++y) pairs[n][y] = own_updates[(n * 16 + row_of(y)) * VALUE_SIZE];
     }
+    __syncwarp();  // the compiler moves nothing behind it that was asked for before
     const int before = count_of(rows);
     if (before == CHUNK) {
         take_chunk(m, keys, decays, updates, columns);
@@ -298,7 +299,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int x = 0; x < STEPS; ++x) w.read(of_matrix[x], x * 16);
         }
-        meet();  // the decays are read
     }
     const int i = before % CHUNK, block = i / 16 * 16;
     arrive_at<32 * (1 + COLUMN_WARPS)>(COUNTED);
@@ -311,8 +311,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const u32* from = reinterpret_cast<const u32*>(left_row + step * 16);
         const u32 a[4] = {from[0], 0, from[4], 0};
         if (is) {
-            const Wide<float>(&s)[4] = of_matrix[step];
-            const u32 b[2] = {E::pack(s[0].x[0], s[1].x[0]), E::pack(s[2].x[0], s[3].x[0])};
+            const Wide<float>(&x)[4] = of_matrix[step];
+            const u32 b[2] = {E::pack(x[0].x[0], x[1].x[0]), E::pack(x[2].x[0], x[3].x[0])};
             mma_m16n8k16<TYPE == BF16>(acc, a, b);
         }
     }
@@ -327,11 +327,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int n = 0; n < PAIRS - 1; ++n) left[n] = f.left[in_row % 2][in_pair / 2][n];
         of_rows.add_earlier(acc, left);
+        if (in_row == 1)  // so that it is there before the warp waits
+            *reinterpret_cast<float2*>(m.residuals + of_column + in_pair) = make_float2(acc[0], acc[1]);
     }
     wait_for<32 * (1 + COLUMN_WARPS)>(OWN);
     if (!is) return;
-    const Stored update = of_rows.solve(acc, m.weights, beta);
-    if (in_pair == 0) own_update[i * VALUE_SIZE] = update;
+    const Stored update = of_rows.solve(m.residuals[of_column + in_row], m.weights, beta);
     of_rows.add_own(acc, reinterpret_cast<const uint2*>(m.scores)[in_pair / 2], update);
     if (in_row == 0) {
         float y[2];
@@ -340,4 +341,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             y[n] = contract::canonical(__fmul_rn(__fadd_rn(acc[n], 0.0f), p.scale));
         *reinterpret_cast<u32*>(out) = E::pack(y[0], y[1]);
     }
+    if (in_pair == 0) own_update[i * VALUE_SIZE] = update;
 }

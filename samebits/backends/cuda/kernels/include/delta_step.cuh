@@ -34,21 +34,23 @@ struct alignas(WIDE * sizeof(T)) Wide {
     T x[WIDE];
 };
 
-// Copies rows j < `rows` of WIDTH elements, of `columns` that there are. The others of the chunk are zeros.
-template <int WIDTH, int LINE, int FROM, class T>
-__device__ __forceinline__ void copy(T* to, const T* from, u32 rows, u32 columns = WIDTH) {
-    constexpr u32 PER = 16 / sizeof(T), EACH = WIDTH / PER, STEP = THREADS / EACH, BYTES = sizeof(T);
-    if constexpr (THREADS % EACH == 0) {
-        const u32 j = threadIdx.x / EACH, e = threadIdx.x % EACH * PER;
+// Copies rows j < `rows` of WIDTH elements, of `columns` that there are. The others of ROWS are zeros. So many threads do
+// it, of which this is one.
+template <int WIDTH, int LINE, int FROM, u32 ROWS = CHUNK, u32 COUNT = THREADS, class T>
+__device__ __forceinline__ void copy(T* to, const T* from, u32 rows, u32 columns = WIDTH,
+                                     u32 thread = threadIdx.x) {
+    constexpr u32 PER = 16 / sizeof(T), EACH = WIDTH / PER, STEP = COUNT / EACH, BYTES = sizeof(T);
+    if constexpr (COUNT % EACH == 0) {
+        const u32 j = thread / EACH, e = thread % EACH * PER;
         const u32 at = shared_address(to) + (j * LINE + e) * BYTES, there = e < columns ? rows : 0;
         const T* row = from + (e < columns ? j * FROM + e : 0);
 #pragma unroll
-        for (u32 n = 0; n < CHUNK; n += STEP)
-            if (n + STEP <= CHUNK || j + n < CHUNK)
+        for (u32 n = 0; n < ROWS; n += STEP)
+            if (n + STEP <= ROWS || j + n < ROWS)
                 cp_async_16(at + n * LINE * BYTES, row + n * FROM, j + n < there ? 16 : 0);
     } else {
 #pragma unroll 4
-        for (u32 x = threadIdx.x; x < CHUNK * EACH; x += THREADS) {
+        for (u32 x = thread; x < ROWS * EACH; x += COUNT) {
             const u32 j = x / EACH, e = x % EACH * PER;
             const bool given = j < rows && e < columns;
             cp_async_16(shared_address(to + j * LINE + e), given ? from + j * FROM + e : from,

@@ -67,11 +67,8 @@ struct Updates {
             }
     }
 
-    // The row's update, of the residual in the second row of `acc`. Weights are those of its own block.
-    __device__ __forceinline__ Stored solve(const float (&acc)[4], const float* weights, float beta) const {
-        const float z0 = __shfl_sync(ALL, acc[0], 4 + in_row / 2),
-                    z1 = __shfl_sync(ALL, acc[1], 4 + in_row / 2);
-        float z = in_row % 2 ? z1 : z0;
+    // The row's update, from what is left of its value behind the blocks before. Weights are those of its own block.
+    __device__ __forceinline__ Stored solve(float z, const float* weights, float beta) const {
         const float4* by = reinterpret_cast<const float4*>(weights);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
