@@ -32,6 +32,7 @@ from tests.backends.cuda.test_delta import (
     of_steps,
     operands,
     pieces,
+    rows_of,
     step,
 )
 from tests.support import host_kernels
@@ -199,7 +200,11 @@ OF_CHANNELS = schedules.catalogue_of_steps(True)
 )
 def test_steps(form: tuple[object, ...], schedule: schedules.Step) -> None:
     """One token after so many rows of a chunk, up to a full one, then another."""
-    x, state = step(form)
+    assert_same_steps(*step(form), schedule)
+
+
+def assert_same_steps(x: Delta, state: RecurrentState, schedule: schedules.Step) -> None:
+    """Two steps of one token."""
     results = []
     for run in (reference.forward, kernels.forward):
         own = RecurrentState(state.layout, state.data.clone())
@@ -208,6 +213,28 @@ def test_steps(form: tuple[object, ...], schedule: schedules.Step) -> None:
             run(x, own.data, out, None, *([schedule] if run is kernels.forward else []))
         results.append((out, own))
     assert_same_step(results[1], results[0])
+
+
+FEW = STEPS[3], *OF_CHANNELS[3:]
+
+
+@pytest.mark.parametrize("behind", [torch.nan, torch.inf])
+@pytest.mark.parametrize("schedule", FEW, ids=str)
+def test_steps_of_few_sequences_after_each_number_of_rows(schedule: schedules.Step, behind: float) -> None:
+    """What lies behind them goes nowhere, neither where three heads share one of keys."""
+    decays = "channels" if schedule in OF_CHANNELS else True
+    x, state = step((torch.bfloat16, True, decays, 1, 3, 32, 40), [*range(65), 7])
+    for n, count in enumerate(state.count.int().tolist()):
+        for name in rows_of(state):
+            state.parts[name][n, :, count:] = behind
+    assert_same_steps(x, state, schedule)
+
+
+@pytest.mark.parametrize("schedule", OF_CHANNELS[3:], ids=str)
+@pytest.mark.parametrize(("key_size", "size"), [(16, 8), (80, 136), (256, 64)])
+def test_steps_of_few_sequences_by_size(schedule: schedules.Step, key_size: int, size: int) -> None:
+    """Lanes without channels, and with eight; warps without columns."""
+    assert_same_steps(*step((torch.float16, True, "channels", 1, 1, key_size, size)), schedule)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +254,8 @@ def test_steps_of_mamba_2(form: tuple[Any, ...], schedule: schedules.Step) -> No
 
 @pytest.mark.parametrize(
     ("form", "schedule"),
-    [(STEP_FORMS[4], STEPS[0]), (STEP_FORMS[4], STEPS[3]), (STEP_FORMS[8], OF_CHANNELS[0])],
+    [(STEP_FORMS[4], STEPS[0]), (STEP_FORMS[4], STEPS[3])]
+    + [(STEP_FORMS[8], OF_CHANNELS[n]) for n in (0, 3, 4)],
     ids=str,
 )
 def test_steps_where_all_decays(form: tuple[object, ...], schedule: schedules.Step) -> None:

@@ -81,12 +81,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Stored* q = p.q + token * p.q_token + head / p.group * p.q_head;
         const Stored* k = p.k + token * p.k_token + head / p.group * p.k_head;
         const float* g = p.g + token * p.g_token + head * p.g_head;
-        const Stored *of_keys = keys + part * 8 * KEY_SIZE, *own_keys = keys + part * KEY_SIZE + lane * 4;
-        const float *of_decays = decays + part * 8 * KEY_SIZE, *own_decays = decays + lane * 4;
+        const Stored *own_keys = found(keys + part * KEY_SIZE + lane * 4, p.state),
+                     *of_keys = found(keys + part * 8 * KEY_SIZE, p.state);
+        const float *own_decays = found(decays + part * KEY_SIZE + lane * 4, p.state),
+                    *all_decays = found(decays + lane * 4, p.state),
+                    *of_decays = found(decays + part * 8 * KEY_SIZE, p.state);
         // Into the L2 cache, whatever the kernel before may still write; and so all addresses are there.
         prefetch_to_l2(state), prefetch_to_l2(q + lane * 4), prefetch_to_l2(k + lane * 4);
         prefetch_to_l2(g + lane * 4), prefetch_to_l2(own_keys), prefetch_to_l2(own_decays);
-        prefetch_to_l2(of_keys), prefetch_to_l2(of_decays);
+        prefetch_to_l2(all_decays), prefetch_to_l2(of_keys), prefetch_to_l2(of_decays);
         wait_for_kernel_before();
         let_kernel_behind_start();
 
@@ -126,16 +129,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (d >= KEY_SIZE) continue;
 #pragma unroll
             for (int x = 0; x < 4; ++x) sums[n][x] = references[n][x] = 0.0f;
-            const u32 at = n * 128, first = u32(block) * KEY_SIZE + at;
-            if (i) read(sums[n], own_decays + (u32(i - 1) * KEY_SIZE + at));
+            const u32 first = block * KEY_SIZE;
+            if (i) read(sums[n], all_decays + n * 128 + u32(i - 1) * KEY_SIZE);
 #pragma unroll
             for (int y = 0; y < 2; ++y)
                 if (block + part + y * 8 < i) {
-                    const uint2 pairs = *reinterpret_cast<const uint2*>(own_keys + first + y * 8 * KEY_SIZE);
+                    const Stored* key = own_keys + first + (y * 8 * KEY_SIZE + n * 128);
+                    const uint2 pairs = *reinterpret_cast<const uint2*>(key);
                     of_rows[n][y][0] = pairs.x, of_rows[n][y][1] = pairs.y;
-                    read(from[n][y], own_decays + part * KEY_SIZE + first + y * 8 * KEY_SIZE);
+                    read(from[n][y], own_decays + first + (y * 8 * KEY_SIZE + n * 128));
                 }
-            if (block) read(references[n], own_decays + (first - KEY_SIZE));
+            if (block) read(references[n], all_decays + first + (n * 128 - KEY_SIZE));
         }
         const bool has_keys = part < KEY_WARPS && part * 8 < block;
         if (has_keys) {
@@ -150,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (d >= KEY_SIZE) continue;
 #pragma unroll
             for (int x = 0; x < 4; ++x)
-                sums[n][x] = __fadd_rn(sums[n][x], __fmul_rn(gammas[n][x], contract::LOG2E));
+                sums[n][x] = __fadd_rn(arrived(sums[n][x]), __fmul_rn(gammas[n][x], contract::LOG2E));
             if (part < 4) {
                 const int of_key = part % 2;
                 float y[4];
@@ -264,8 +268,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Warp w{m, matrix + of_column, own_matrix, columns - of_column, warp, lane, in_row, in_pair};
     const bool is = w.has(0);  // the warp's columns are there
     const Stored* own_updates = updates + (in_pair * VALUE_SIZE + of_column + in_row);
-    Stored* own_update = updates + of_column + in_row;
-    Stored* out = p.out + (token * p.heads + head) * VALUE_SIZE + first_column + of_column + in_pair;
+    Stored* own_update = found(updates + of_column + in_row, p.state);
+    Stored* out =
+        found(p.out + (token * p.heads + head) * VALUE_SIZE + first_column + of_column + in_pair, p.out);
     const float* of_beta = p.beta + token * p.beta_token + head * p.beta_head;
     for (int x = threadIdx.x; x < KEY_SIZE * (TILE / 32); x += 32 * COLUMN_WARPS)
         prefetch_to_l2(matrix + x / (TILE / 32) * VALUE_SIZE + x % (TILE / 32) * 32);
@@ -341,5 +346,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             y[n] = contract::canonical(__fmul_rn(__fadd_rn(acc[n], 0.0f), p.scale));
         *reinterpret_cast<u32*>(out) = E::pack(y[0], y[1]);
     }
-    if (in_pair == 0) own_update[i * VALUE_SIZE] = update;
+    if (in_pair == 0) own_update[u32(i) * VALUE_SIZE] = update;
 }
