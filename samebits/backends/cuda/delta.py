@@ -136,9 +136,7 @@ def step_spec(
         *(() if steps is None else ssd_steps.constants_of(*steps)),
     )
     smem = -(-schedule.memory(dtype, key_size, by_channel) // 16) * 16
-    entry = "delta_step"
-    if schedule.few:
-        entry = "delta_step_few_channels" if by_channel else "delta_step_few"
+    entry = "delta_step" + schedule.few * ("_few_channels" if by_channel else "_few")
     return compiler.KernelSpec(
         *(f"{entry}.cu", entry, _PARAMS + ("" if steps is None else ssd_steps.PARAMS), constants),
         block=32 * schedule.warps,

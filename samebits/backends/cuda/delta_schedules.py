@@ -165,25 +165,23 @@ def choose_step(
 ) -> Step | None:
     """The schedule for sequences times heads `blocks`: wide tiles, if all multiprocessors have one.
 
-    Without the delta rule ``delta_step_few.cu`` is not known to take less time.
+    With the delta rule ``delta_step_few*.cu`` are for blocks that have a multiprocessor of their own each;
+    without it they are not known to take less time.
     None: this GPU has too little shared memory for all.
     """
     info = devices.device_info(device)
 
-    def tiles(tile: int) -> int:
-        return blocks * -(-size // tile)
+    def tiles(schedule: Step) -> int:
+        return blocks * -(-size // schedule.tile)
 
-    alone = tiles(64 if by_channel else 32) <= info.sm_count  # on a multiprocessor
-    if by_channel:
-        wanted = [Step(128, 8), Step(64, 12 if alone else 8)]
-    else:
-        wanted = [Step(128), Step(64), Step(32, 8, few=True) if alone and delta else Step(32)]
-    for schedule in wanted:
-        fills = size > schedule.tile // 2 and tiles(schedule.tile) >= info.sm_count
-        fits = schedule.memory(dtype, key_size, by_channel) <= info.max_smem
-        if fits and (fills or schedule is wanted[-1]):
-            return schedule
-    return None
+    def fits(schedule: Step) -> bool:
+        return schedule.memory(dtype, key_size, by_channel) <= info.max_smem
+
+    few = [schedule for schedule in catalogue_of_steps(by_channel) if schedule.few and delta]
+    wide = [Step(128, 8), Step(64, 8)] if by_channel else [Step(128), Step(64), Step(32)]
+    wanted = [schedule for schedule in few if tiles(schedule) <= info.sm_count]
+    wanted += [s for s in wide if size > s.tile // 2 and tiles(s) >= info.sm_count]
+    return next((schedule for schedule in (*wanted, wide[-1]) if fits(schedule)), None)
 
 
 CHUNK_KEYS = 128

@@ -128,7 +128,9 @@ def test_steps_compile_without_spills(schedule: schedules.Step, key_size: int, b
         (128, 128, False, True, schedules.Step(64)),
         (132, 128, False, True, schedules.Step(128)),
         (132, 64, False, True, schedules.Step(64)),
-        (64, 128, True, True, schedules.Step(64, 12)),
+        (33, 128, True, True, schedules.Step(32, 12, few=True)),
+        (66, 128, True, True, schedules.Step(64, 16, few=True)),
+        (67, 128, True, True, schedules.Step(64, 8)),
         (128, 128, True, True, schedules.Step(64, 8)),
         (256, 128, True, True, schedules.Step(128, 8)),
     ],
@@ -143,6 +145,22 @@ def test_which_schedule_a_step_takes(
 ) -> None:
     on_gpu_with(132, 227, monkeypatch)
     assert schedules.choose_step(torch.bfloat16, 128, size, blocks, by_channel, delta_rule, 0) == wanted
+
+
+@pytest.mark.parametrize(
+    ("kib", "key_size", "wanted"),
+    [
+        (99, 128, schedules.Step(32, 12, few=True)),
+        (99, 192, schedules.Step(64, 8)),
+        (99, 256, None),
+        (163, 256, schedules.Step(32, 12, few=True)),
+    ],
+)
+def test_a_step_takes_a_schedule_that_fits(
+    kib: int, key_size: int, wanted: schedules.Step | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu_with(132, kib, monkeypatch)
+    assert schedules.choose_step(torch.bfloat16, key_size, 128, 8, True, True, 0) == wanted
 
 
 CHUNK_FORMS = [

@@ -1,24 +1,23 @@
-// One token for each of few sequences, by the delta rule with a decay for each channel: what delta_step.cu has for 64
-// columns of values. As in delta_step_few.cu, the row of instructions of one warp is all the time that there is.
+// One token for each of few sequences, by the delta rule with a decay for each channel. As in delta_step_few.cu, what
+// bounds it is one latency of memory, and the row of instructions that one warp has.
 //
-//   * Warps have code of their own: a warp for each 8 columns, and eight for scores. The matrix, queries, keys and
-//     decays of the token are asked for before the count of the chunk's rows is there; of these only the rows that
-//     there are, for they take as many bytes as the matrix.
-//   * The longest row of instructions is that of scores within the row's own block: a fused multiply-add for each
-//     channel, one after the other. Eight warps compute products and exponentials, a channel's products of two rows
-//     each, and leave them in shared memory. So a chain waits for nothing but itself. One warp has all of them: 16 keys,
-//     by the query and by the key.
-//   * Meanwhile six warps have the scores of earlier blocks, of eight keys each, and the others multiply the matrix.
-//     Barriers are between those alone that need them.
+//   * Warps have code of their own: one for each 8 columns, and eight for scores. The matrix, updates and all of the
+//     token are asked for at once. Keys and decays take more bytes than a block's matrix, so those behind the count are
+//     not read: the own block's come straight into registers, and those of earlier blocks into shared memory.
+//   * The longest row of instructions is a score within the row's own block: a fused multiply-add for each channel.
+//     Eight warps compute the products and exponentials of two rows each, and leave them in shared memory. One warp then
+//     has all chains, those of 16 keys by the query and by the key.
+//   * Meanwhile six warps have the scores of eight earlier keys each, and others multiply the matrix. A barrier is
+//     between the warps alone that need it.
 //
 // Macros: those of delta_step.cu. TILE is 32 and WARPS 12, or TILE is 64 and WARPS 16.
 
 #include "delta_step_few.cuh"
 
 static_assert(BY_CHANNEL && DELTA && TILE == 8 * (WARPS - SCORE_WARPS));
-constexpr int KEY_WARPS = 6, LAST = 6, CHAINS = 7;  // those with earlier keys, and the two others, of those with scores
+constexpr int KEY_WARPS = 6, LAST = 6, CHAINS = 7;  // of those with scores: with earlier keys, and others
 constexpr int QUADS = KEY_SIZE / 4, EACH = (QUADS + 31) / 32;  // four channels: in a row, and of a lane
-constexpr int SPREAD = KEY_SIZE + 8;  // of a row of decays of earlier blocks
+constexpr int SPREAD = KEY_SIZE + 8;                           // of a row of decays of earlier blocks
 
 // Barriers. `meet` has the first.
 enum { QUERIES = 2, FACTORS, COUNTED, EARLIER, OWN };
@@ -59,7 +58,7 @@ __device__ __forceinline__ void take_chunk(Memory& m, const Stored* keys, const 
     meet();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, WARPS == 12 && KEY_SIZE <= 128 ? 2 : 1)
     delta_step_few_channels(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Shared& s = *reinterpret_cast<Shared*>(bytes);
@@ -81,14 +80,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Stored* q = p.q + token * p.q_token + head / p.group * p.q_head;
         const Stored* k = p.k + token * p.k_token + head / p.group * p.k_head;
         const float* g = p.g + token * p.g_token + head * p.g_head;
-        const Stored *own_keys = found(keys + part * KEY_SIZE + lane * 4, p.state),
+        const int channel = min(lane * 4, KEY_SIZE - 4);
+        const Stored *own_keys = found(keys + part * KEY_SIZE + channel, p.state),
                      *of_keys = found(keys + part * 8 * KEY_SIZE, p.state);
-        const float *own_decays = found(decays + part * KEY_SIZE + lane * 4, p.state),
-                    *all_decays = found(decays + lane * 4, p.state),
+        const float *own_decays = found(decays + part * KEY_SIZE + channel, p.state),
+                    *all_decays = found(decays + channel, p.state),
                     *of_decays = found(decays + part * 8 * KEY_SIZE, p.state);
         // Into the L2 cache, whatever the kernel before may still write; and so all addresses are there.
-        prefetch_to_l2(state), prefetch_to_l2(q + lane * 4), prefetch_to_l2(k + lane * 4);
-        prefetch_to_l2(g + lane * 4), prefetch_to_l2(own_keys), prefetch_to_l2(own_decays);
+        prefetch_to_l2(state), prefetch_to_l2(q + channel), prefetch_to_l2(k + channel);
+        prefetch_to_l2(g + channel), prefetch_to_l2(own_keys), prefetch_to_l2(own_decays);
         prefetch_to_l2(all_decays), prefetch_to_l2(of_keys), prefetch_to_l2(of_decays);
         wait_for_kernel_before();
         let_kernel_behind_start();
@@ -143,7 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         const bool has_keys = part < KEY_WARPS && part * 8 < block;
         if (has_keys) {
-            copy<KEY_SIZE, SPREAD, KEY_SIZE, 8, 32>(m.decays + part * 8 * SPREAD, of_decays, 8, KEY_SIZE, lane);
+            copy<KEY_SIZE, SPREAD, KEY_SIZE, 8, 32>(m.decays + part * 8 * SPREAD, of_decays, 8, KEY_SIZE,
+                                                    lane);
             copy<KEY_SIZE, KEYS, KEY_SIZE, 8, 32>(m.keys + part * 8 * KEYS, of_keys, 8, KEY_SIZE, lane);
         }
 
@@ -272,10 +273,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Stored* out =
         found(p.out + (token * p.heads + head) * VALUE_SIZE + first_column + of_column + in_pair, p.out);
     const float* of_beta = p.beta + token * p.beta_token + head * p.beta_head;
-    for (int x = threadIdx.x; x < KEY_SIZE * (TILE / 32); x += 32 * COLUMN_WARPS)
-        prefetch_to_l2(matrix + x / (TILE / 32) * VALUE_SIZE + x % (TILE / 32) * 32);
-    prefetch_to_l2(state), prefetch_to_l2(own_matrix), prefetch_to_l2(own_updates), prefetch_to_l2(v);
-    prefetch_to_l2(of_beta);
+    constexpr int LINES = TILE / 32;  // of a row
+    for (int x = threadIdx.x; x < KEY_SIZE * LINES; x += 32 * COLUMN_WARPS)
+        if (const int e = x % LINES * 32; e < columns) prefetch_to_l2(matrix + x / LINES * VALUE_SIZE + e);
+    if (is) prefetch_to_l2(own_matrix), prefetch_to_l2(own_updates), prefetch_to_l2(v);
+    prefetch_to_l2(state), prefetch_to_l2(of_beta);
     wait_for_kernel_before();
     let_kernel_behind_start();
 
@@ -342,8 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (in_row == 0) {
         float y[2];
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
-            y[n] = contract::canonical(__fmul_rn(__fadd_rn(acc[n], 0.0f), p.scale));
+        for (int n = 0; n < 2; ++n) y[n] = contract::canonical(__fmul_rn(__fadd_rn(acc[n], 0.0f), p.scale));
         *reinterpret_cast<u32*>(out) = E::pack(y[0], y[1]);
     }
     if (in_pair == 0) own_update[u32(i) * VALUE_SIZE] = update;

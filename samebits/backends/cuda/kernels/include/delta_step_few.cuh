@@ -28,13 +28,14 @@ __device__ __forceinline__ void copy_chunk(Memory& m, const Stored* keys, const 
 // What a thread has of the open chunk's updates, with those of row i: the right operands of tensor-core steps. The four
 // threads of a column have all of them.
 struct Updates {
-    u32 of[PAIRS][2];    // of blocks
-    u32 of_block[2];     // of the row's own one, without what lies behind its rows
-    u32 all[8];          // the column's, of that block
+    u32 of[PAIRS][2];  // of blocks
+    u32 of_block[2];   // of the row's own one, without what lies behind its rows
+    u32 all[8];        // the column's, of that block
     int in_row, i, block;
-    u32 low, high;       // where row i lies in them
+    u32 low, high;  // where row i lies in them
 
-    __device__ __forceinline__ Updates(const Stored (&pairs)[PAIRS][4], int i, int block, int in_row, int in_pair)
+    __device__ __forceinline__ Updates(const Stored (&pairs)[PAIRS][4], int i, int block, int in_row,
+                                       int in_pair)
         : in_row(in_row), i(i), block(block) {
 #pragma unroll
         for (int n = 0; n < PAIRS; ++n)
