@@ -151,16 +151,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
     constexpr int PARTS = 2 * KEY_SIZE <= THREADS ? 2 : 1, EACH = CHUNK / PARTS;
     const int part = threadIdx.x / KEY_SIZE, channel = threadIdx.x % KEY_SIZE;
     static_assert(KEY_SIZE <= THREADS);
-    float gammas[EACH] = {};
+    float gammas[EACH] = {};  // or sums that a state has
     if (part < PARTS && channel < p.key_size) {
         const float* g = p.g + head * p.g_head + (token + part * EACH) * p.g_token + channel;
         const float* held = state + p.decays + of_state + part * EACH * p.key_size + channel;
-        const bool whole = !before && count == CHUNK;
+        if (!before && count == CHUNK) {  // with no branch between loads
 #pragma unroll
-        for (int x = 0; x < EACH; ++x) {
-            const int i = part * EACH + x;
-            if (whole || (i >= before && i < count)) gammas[x] = __fmul_rn(g[x * p.g_token], contract::LOG2E);
-            if (!whole && i < before) gammas[x] = held[x * p.key_size];
+            for (int x = 0; x < EACH; ++x) gammas[x] = g[x * p.g_token];
+        } else {
+#pragma unroll
+            for (int x = 0; x < EACH; ++x) {
+                const int i = part * EACH + x;
+                if (i < count) gammas[x] = i < before ? held[x * p.key_size] : g[x * p.g_token];
+            }
         }
     }
 #pragma unroll
@@ -171,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
 #pragma unroll
         for (int x = 0; x < EACH; ++x) {
             const int i = n * EACH + x;
-            sum = i < before ? gammas[x] : __fadd_rn(sum, gammas[x]);
+            sum = i < before ? gammas[x] : __fadd_rn(sum, __fmul_rn(gammas[x], contract::LOG2E));
             m.decays[row_of_decays(i) + channel] = sum;
         }
     }
@@ -257,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
         };
         if (i < count && i + 1 >= first)
 #pragma unroll 2
-            for (int d = 0; d < p.key_size; d += 2) {
+            for (int d = 0; d < p.key_size; d += 2) {  // behind the last channel are zeros, which add +0
                 float2 query[2], of_row[2], sum[2], of_column[2], earlier[2];
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
@@ -272,7 +275,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_SIZE* SIZE > 256 ? 1 :
                     float2 &x = of_query[n], &y = of_key[n];
                     add(query[n].x, of_row[n].x, of_column[0].x, sum[n].x, earlier[0].x, x.x, y.x);
                     add(query[n].x, of_row[n].x, of_column[1].x, sum[n].x, earlier[1].x, x.y, y.y);
-                    if (d + 1 == p.key_size) continue;
                     add(query[n].y, of_row[n].y, of_column[0].y, sum[n].y, earlier[0].y, x.x, y.x);
                     add(query[n].y, of_row[n].y, of_column[1].y, sum[n].y, earlier[1].y, x.y, y.y);
                 }
