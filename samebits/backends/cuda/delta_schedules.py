@@ -156,7 +156,7 @@ STEP_KEYS = 256
 def catalogue_of_steps(by_channel: bool) -> tuple[Step, ...]:
     """Every schedule, for proofs."""
     if by_channel:
-        return Step(64, 12), Step(64, 8), Step(128, 8), Step(32, 12, few=True), Step(64, 16, few=True)
+        return Step(64, 8), Step(128, 8), Step(32, 12, few=True), Step(64, 16, few=True)
     return Step(32), Step(64), Step(128), Step(32, 8, few=True)
 
 

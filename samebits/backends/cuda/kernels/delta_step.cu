@@ -14,9 +14,8 @@
 //     once there, and its products and the scores, chains that need the same left operand, run side by side.
 //
 // With a decay for each channel, the decays of the open chunk's rows are copied, too. The token's query and key are
-// multiplied by theirs first: for the matrix, and for the keys of earlier blocks. The last eight warps have the scores:
-// six those of eight earlier keys each, and two those of the row's own block, a chain for each pair of lanes. Of twelve
-// warps those have no columns.
+// multiplied by theirs first: for the matrix, and for the keys of earlier blocks. Six warps have the scores of eight
+// earlier keys each, and two those of the row's own block, a chain for each pair of lanes.
 //
 // A state whose chunk is full gets the matrix at the chunk's end first: once in 64 tokens.
 //
@@ -25,7 +24,7 @@
 //   KEY_SIZE       of q and k, a multiple of 16
 //   VALUE_SIZE     of v, a multiple of 8
 //   TILE           columns of a block: 32, 64 or 128; BY_CHANNEL 64 or 128
-//   WARPS          4; BY_CHANNEL 8 or 12
+//   WARPS          4; BY_CHANNEL 8
 //   HARDWARE_EXP2  1: the instruction; 0: the polynomial
 //   DELTA          1: with the delta rule; 0: updates are values
 //   BY_CHANNEL     1: a decay for each channel of a key, with the delta rule
@@ -43,7 +42,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     const i64 token = blockIdx.z;  // the only one of its sequence
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
     const int columns = min(TILE, VALUE_SIZE - first_column);
-    const bool has_columns = WARPS == COLUMN_WARPS || warp < COLUMN_WARPS;
     const Stored* q = p.q + token * p.q_token + head / p.group * p.q_head;
     const Stored* k = p.k + token * p.k_token + head / p.group * p.k_head;
     const Stored* v = p.v + token * p.v_token + head * p.v_head + first_column;
@@ -66,9 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
     // Whatever is needed at once is asked for at once, and waited for only after that.
     const float rows = state[0];
     Wide<float> ring[AHEAD][4];
-    if (has_columns)
 #pragma unroll
-        for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
+    for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
     const int before = min(max(int(rows), 0), CHUNK);
 #if BY_CHANNEL
     constexpr int CHANNELS = (KEY_SIZE + THREADS - 1) / THREADS;  // of a thread
@@ -178,14 +175,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
             key = E::narrow(__fmul_rn(E::widen(key), exp2_of(__fsub_rn(last, m.decays[j * DECAYS + d]))));
         }
         __syncthreads();
-        if (has_columns) w.close();
+        w.close();
         __syncthreads();
 #else
         w.close();
 #endif
-        if (has_columns)
 #pragma unroll
-            for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
+        for (int x = 0; x < AHEAD; ++x) w.read(ring[x], x * 16);
     }
     const int i = before % CHUNK, block = i / 16 * 16;
 #if BY_CHANNEL
@@ -228,13 +224,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
         if (step + AHEAD < STEPS) w.read(s, (step + AHEAD) * 16);
     };
     if constexpr (!AT_ONCE) {
-        if (has_columns)
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                u32 a[4];
-                own(SINCE_START, step * 16, a);
-                multiply(step, a);
-            }
+        for (int step = 0; step < STEPS; ++step) {
+            u32 a[4];
+            own(SINCE_START, step * 16, a);
+            multiply(step, a);
+        }
         if constexpr (!BY_CHANNEL) {
             cp_async_wait<0>();
             __syncthreads();
@@ -247,11 +242,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
 
     // Scores, and weights of updates.
 #if BY_CHANNEL
-    const int part = warp - (WARPS - 8);
-    if (part >= 6) {
+    if (warp >= 6) {
         // The query's chains, or the key's. Of each eight channels a lane has four products and decays, and the lane 16
         // further the others.
-        const bool of = part == 6;  // the key
+        const bool of = warp == 6;  // the key
         const int j = block + lane % 16, half = lane / 16 * 4;
         const Stored *x = m.own + (PLAIN + of) * KEYS + half, *key = m.keys + j * KEYS + half;
         const float *sum = m.decays + i * DECAYS + half, *before_it = m.decays + j * DECAYS + half;
@@ -285,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
             else
                 m.scores[j] = E::narrow(j <= i ? acc : 0.0f);
         }
-    } else if (const int j = part * 8; part >= 0 && j < block) {
+    } else if (const int j = warp * 8; j < block) {
         const float* reference = m.decays + (block - 1) * DECAYS;
         float c[4] = {};
 #pragma unroll 4
@@ -351,83 +345,81 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) delta_step(const _
 #endif
     __syncthreads();
 
-    if (has_columns) {
-        // From what was read of the matrix, by the updates of earlier blocks.
+    // From what was read of the matrix, by the updates of earlier blocks.
 #if BY_CHANNEL
-        constexpr float since = 1.0f;  // the query and the key have it
+    constexpr float since = 1.0f;  // the query and the key have it
 #else
-        const float since = exp2_of(decay);
+    const float since = exp2_of(decay);
 #endif
 #pragma unroll
-        for (int x = 0; x < WIDE; ++x)
+    for (int x = 0; x < WIDE; ++x)
 #pragma unroll
-            for (int y = 0; y < 2; ++y) {
-                acc[x][y] = __fmul_rn(acc[x][y], since);
-                if (in_row == 1)
-                    acc[x][y] =
-                        __fsub_rn(E::widen(m.values[warp * COLUMNS + (in_pair + y) * WIDE + x]), acc[x][y]);
-            }
-#pragma unroll
-        for (int n = 0; n < CHUNK / 16 - 1; ++n)
-            if (n * 16 < block) {
-                if constexpr (!AT_ONCE) w.read(earlier[n], n * 16);
-                w.add(acc, earlier[n], n * 16, DELTA);
-            }
-
-        // A thread for each column has its own block's, and the update.
-        if constexpr (DELTA) {
-            if (in_row == 1) {
-#pragma unroll
-                for (int x = 0; x < WIDE; ++x)
-#pragma unroll
-                    for (int y = 0; y < 2; ++y)
-                        m.residuals[warp * COLUMNS + (in_pair + y) * WIDE + x] = acc[x][y];
-            }
-            __syncwarp();
+        for (int y = 0; y < 2; ++y) {
+            acc[x][y] = __fmul_rn(acc[x][y], since);
+            if (in_row == 1)
+                acc[x][y] =
+                    __fsub_rn(E::widen(m.values[warp * COLUMNS + (in_pair + y) * WIDE + x]), acc[x][y]);
         }
-        if (lane < COLUMNS) {
-            const int e = warp * COLUMNS + lane;
-            Stored update = m.values[e];
-            if constexpr (DELTA) {
-                float z = m.residuals[e];
 #pragma unroll
-                for (int j = 0; j < 15; ++j)  // from i on there are zeros
-                    z = __fmaf_rn(-m.weights[block + j], E::widen(m.updates[(block + j) * LINE + e]), z);
-                update = E::narrow(__fmul_rn(beta, z));
-            }
-            m.updates[i * LINE + e] = update;
-            if (e < columns) updates[i * VALUE_SIZE + e] = update;
+    for (int n = 0; n < CHUNK / 16 - 1; ++n)
+        if (n * 16 < block) {
+            if constexpr (!AT_ONCE) w.read(earlier[n], n * 16);
+            w.add(acc, earlier[n], n * 16, DELTA);
+        }
+
+    // A thread for each column has its own block's, and the update.
+    if constexpr (DELTA) {
+        if (in_row == 1) {
+#pragma unroll
+            for (int x = 0; x < WIDE; ++x)
+#pragma unroll
+                for (int y = 0; y < 2; ++y)
+                    m.residuals[warp * COLUMNS + (in_pair + y) * WIDE + x] = acc[x][y];
         }
         __syncwarp();
-        u32 of_block[WIDE][2];
-        w.read(of_block, block);
-        w.add(acc, of_block, block, false);
+    }
+    if (lane < COLUMNS) {
+        const int e = warp * COLUMNS + lane;
+        Stored update = m.values[e];
+        if constexpr (DELTA) {
+            float z = m.residuals[e];
+#pragma unroll
+            for (int j = 0; j < 15; ++j)  // from i on there are zeros
+                z = __fmaf_rn(-m.weights[block + j], E::widen(m.updates[(block + j) * LINE + e]), z);
+            update = E::narrow(__fmul_rn(beta, z));
+        }
+        m.updates[i * LINE + e] = update;
+        if (e < columns) updates[i * VALUE_SIZE + e] = update;
+    }
+    __syncwarp();
+    u32 of_block[WIDE][2];
+    w.read(of_block, block);
+    w.add(acc, of_block, block, false);
 
-        if (in_row == 0 && w.has(in_pair)) {
-            const int e = warp * COLUMNS + in_pair * WIDE;
-            const i64 at = (token * p.heads + head) * VALUE_SIZE + first_column + e;
-            float y[2 * WIDE];
+    if (in_row == 0 && w.has(in_pair)) {
+        const int e = warp * COLUMNS + in_pair * WIDE;
+        const i64 at = (token * p.heads + head) * VALUE_SIZE + first_column + e;
+        float y[2 * WIDE];
 #pragma unroll
-            for (int n = 0; n < 2 * WIDE; ++n) {
-                y[n] = __fmul_rn(__fadd_rn(acc[n % WIDE][n / WIDE], 0.0f), p.scale);
+        for (int n = 0; n < 2 * WIDE; ++n) {
+            y[n] = __fmul_rn(__fadd_rn(acc[n % WIDE][n / WIDE], 0.0f), p.scale);
 #if WEIGHTED
-                if (skips) y[n] = with_skip(y[n], AT_ONCE ? skip[n] : skip_of(e + n), m.values[e + n]);
+            if (skips) y[n] = with_skip(y[n], AT_ONCE ? skip[n] : skip_of(e + n), m.values[e + n]);
 #endif
-                y[n] = contract::canonical(y[n]);
-            }
+            y[n] = contract::canonical(y[n]);
+        }
 #if WEIGHTED
-            if (p.wide) {
-                Wide<float>* out = reinterpret_cast<Wide<float>*>(reinterpret_cast<float*>(p.out) + at);
+        if (p.wide) {
+            Wide<float>* out = reinterpret_cast<Wide<float>*>(reinterpret_cast<float*>(p.out) + at);
 #pragma unroll
-                for (int n = 0; n < 2 * WIDE; ++n) out[n / WIDE].x[n % WIDE] = y[n];
-            } else
+            for (int n = 0; n < 2 * WIDE; ++n) out[n / WIDE].x[n % WIDE] = y[n];
+        } else
 #endif
-            {
-                Wide<u32> results;
+        {
+            Wide<u32> results;
 #pragma unroll
-                for (int n = 0; n < WIDE; ++n) results.x[n] = E::pack(y[2 * n], y[2 * n + 1]);
-                *reinterpret_cast<Wide<u32>*>(p.out + at) = results;
-            }
+            for (int n = 0; n < WIDE; ++n) results.x[n] = E::pack(y[2 * n], y[2 * n + 1]);
+            *reinterpret_cast<Wide<u32>*>(p.out + at) = results;
         }
     }
 
