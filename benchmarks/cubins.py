@@ -454,10 +454,26 @@ def fused_layers() -> Iterator[Kernel]:
 def recurrent_layers() -> Iterator[Kernel]:
     """Convolutions, state spaces and delta rules, with each macro both ways."""
     archs, n = compiler.ARCHITECTURES, itertools.count()
-    every = itertools.product((BF16, F16, F32), (2, 4), itertools.product((False, True), repeat=3))
-    for x, taps, flags in every:
-        for vector in (1, 16 // x.itemsize):
-            yield causal_conv1d.kernel_spec(x, taps, vector, *flags), archs[next(n) % len(archs)]
+    forms: tuple[tuple[causal_conv1d.Result, bool], ...] = (
+        *(("SUM", False), ("SILU", False)),
+        *(("SILU_GRADIENT", False), ("SUM", True)),
+    )
+    every = itertools.product((BF16, F16, F32), (2, 4), (False, True), forms)
+    for x, taps, of_channels, (result, backwards) in every:
+        wide = 4 if of_channels else 16 // x.itemsize
+        for vector, packed in ((1, True), (wide, False), (wide, True)):
+            given = x, taps, vector, of_channels, result, backwards, packed, 1 if of_channels else 32
+            yield causal_conv1d.kernel_spec(*given), archs[next(n) % len(archs)]
+            if result == "SILU":
+                yield causal_conv1d.kernel_spec(*given, fast_silu=True), HOPPER
+            if result == "SUM":
+                vector = 1 if vector == 1 else 16 // x.itemsize
+                spec = causal_conv1d.sums_spec(x, taps, vector, of_channels, packed, 32 if backwards else 64)
+                yield spec, archs[next(n) % len(archs)]
+    for x, silu, kept in itertools.product((BF16, F16, F32), (False, True), (0, 3, 4)):
+        given_step = x, 4, 16 // x.itemsize if kept else 1, kept, silu
+        yield causal_conv1d.step_spec(*given_step, fast_silu=True), HOPPER
+        yield causal_conv1d.step_spec(*given_step), archs[next(n) % len(archs)]
     for of_steps, softplus in itertools.product(((BF16, F32, F16), (F32, BF16, F32)), (False, True)):
         yield ssd_steps.kernel_spec(*of_steps, softplus), archs[next(n) % len(archs)]
     types = (BF16, F16, F32), (F32, F32, None)

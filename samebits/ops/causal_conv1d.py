@@ -76,8 +76,7 @@ def causal_conv1d(
     out: Tensor = _operator(x, weight, bias, initial_states, at, activation is not None, bypass=bypass)
     if not return_final_states:
         return out
-    before = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states
-    return out, torch.cat((before, x), 2)[..., x.shape[2] :]
+    return out, _last_inputs(x, initial_states, width - 1)
 
 
 def causal_conv1d_update(
@@ -129,6 +128,15 @@ def _check(op: str, activation: str | None, **tensors: Any) -> bool:
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"samebits.{op}: activation: expected None, 'silu' or 'swish', got {activation!r}")
     return bypass
+
+
+def _last_inputs(x: Tensor, before: Tensor | None, count: int) -> Tensor:
+    """The last `count` of both, contiguous."""
+    missing = count - x.shape[2]
+    if missing <= 0:
+        return x[..., -missing:].clone(memory_format=torch.contiguous_format)
+    lead = x.new_zeros(*x.shape[:2], missing) if before is None else before[..., -missing:]
+    return torch.cat((lead, x), 2).contiguous()
 
 
 def _taps(x: Tensor, before: Tensor | None, at: Tensor | None, width: int) -> list[Tensor]:
@@ -205,41 +213,67 @@ def _run_gradients(
     needed: list[bool],
 ) -> tuple[Tensor, ...]:
     """Of x, weight, bias and states before; none where they are not needed."""
-    width = weight.shape[1]
     if silu:
         grad = gradient_of(grad, _operator(x, weight, bias, before, at, False), "silu")
-    wide = grad.to(torch.float32)
     of_x = of_before = of_weight = of_bias = x.new_empty(0)
     if needed[0] or needed[3]:
-        seen = torch.zeros(*x.shape[:2], x.shape[2] + width - 1, dtype=torch.float32, device=x.device)
-        for k in range(width):
-            term = wide * weight[:, k, None].to(torch.float32)
-            here = seen[..., k : k + x.shape[2]]
-            here += term if at is None else torch.where(_within(at, width - 1 - k), term, 0)
-        found = rounded(seen, x.dtype)
-        of_x, of_before = found[..., width - 1 :].contiguous(), found[..., : width - 1].contiguous()
+        found = _gradients_of_inputs(grad, weight, at)
+        of_x = torch.empty_like(x).copy_(found[..., weight.shape[1] - 1 :]) if needed[0] else of_x
+        of_before = found[..., : weight.shape[1] - 1].contiguous() if needed[3] else of_before
     if needed[1]:
-        taps = _taps(x, before, at, width)
+        wide, taps = grad.to(torch.float32), _taps(x, before, at, weight.shape[1])
         of_weight = torch.stack([_over_tokens(tap * wide, weight.dtype) for tap in taps], 1)
     if needed[2]:
         of_bias = _over_tokens(grad, grad.dtype)
     return of_x, of_weight, of_bias, of_before
 
 
+def _gradients_of_inputs(grad: Tensor, weight: Tensor, at: Tensor | None) -> Tensor:
+    """Those of the W - 1 inputs before the first token, and of all tokens."""
+    width, (*of, tokens) = weight.shape[1], grad.shape
+    wide, w = grad.to(torch.float32), weight.to(torch.float32)
+    seen = torch.zeros(*of, tokens + width - 1, dtype=torch.float32, device=grad.device)
+    for k in range(width):
+        term = wide * w[:, k, None]
+        seen[..., k : k + tokens] += term if at is None else torch.where(_within(at, width - 1 - k), term, 0)
+    return rounded(seen, grad.dtype)
+
+
+def _run_gradients_on_gpu(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    at: Tensor | None,
+    silu: bool,
+    needed: list[bool],
+) -> tuple[Tensor, ...]:
+    kernels, _ = on_gpu("causal_conv1d", "", x.get_device())
+    grad, *found = kernels.gradients(grad, x, weight, bias, before, at, silu, *needed[:3])
+    if not needed[3]:
+        return *found, x.new_empty(0)
+    count = weight.shape[1] - 1  # the first tokens, which alone see states
+    of_inputs = _gradients_of_inputs(grad[..., :count], weight, None)
+    return *found, of_inputs[..., :count].contiguous()
+
+
 def _fake_gradients(grad: Tensor, x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    needed, before = given[-1], (*x.shape[:2], weight.shape[1] - 1)
-    of_x = needed[0] or needed[3]
-    sizes: tuple[tuple[Any, bool], ...] = (
-        *((tuple(x.shape), of_x), (tuple(weight.shape), needed[1])),
-        *((weight.shape[0], needed[2]), (before, of_x)),
+    of_x, of_weight, of_bias, of_before = given[-1]
+    none = x.new_empty(0)
+    return (
+        torch.empty_like(x) if of_x else none,
+        x.new_empty(weight.shape) if of_weight else none,
+        x.new_empty(weight.shape[0]) if of_bias else none,
+        x.new_empty(*x.shape[:2], weight.shape[1] - 1) if of_before else none,
     )
-    return tuple(x.new_empty(size if needs else 0) for size, needs in sizes)
 
 
 _gradients = Operator(
     "causal_conv1d_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? at,"
     " bool silu, bool[] needed) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_run_gradients,
+    cuda=_run_gradients_on_gpu,
     fake=_fake_gradients,
 )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import samebits
 from samebits import causal_conv1d, causal_conv1d_update
 from samebits.backends.cuda import causal_conv1d as host
+from samebits.backends.cuda import compiler
 from samebits.testing import assert_same_bits
 from tests.support import naive_state_space as naive
 from tests.support.cubins import resources
@@ -208,13 +209,22 @@ def test_the_operator_is_well_formed() -> None:
     torch.library.opcheck(torch.ops.samebits.causal_conv1d.default, args)
 
 
-@pytest.mark.parametrize("taps", [1, 4])
-def test_kernels_compile(taps: int) -> None:
-    for vector, of_channels, state in (
-        (8, True, False),
-        (8, False, False),
-        (1, True, False),
-        (1, False, True),
-    ):
-        spec = host.kernel_spec(BF16, taps, vector, of_channels, True, state)
-        assert resources(spec, "sm_90a" if vector == 1 else "sm_80").registers < 128
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+def test_kernels_compile_without_spills(arch: str) -> None:
+    pytest.importorskip("cuda.core")
+    turn = compiler.ARCHITECTURES.index(arch)
+    fast = {"fast_silu": arch == "sm_90a"}
+    specs = [
+        host.kernel_spec(BF16, 4, 4, True, "SILU", False, turn % 2 == 0, **fast),
+        host.kernel_spec(BF16, 4, 8, False, "SILU", False, turn % 2 == 1, 32, **fast),
+        host.kernel_spec(F16, 4, 4, True, "SILU_GRADIENT"),
+        host.kernel_spec(F32, 1 + turn % 4, 1, turn % 2 == 0, "SUM", True, lanes=4),
+        host.kernel_spec(BF16, 4, 8, False, "SUM", True, lanes=32),
+        host.step_spec(BF16, 4, 8, 3 + turn % 2, True, **fast),
+        host.step_spec(F16, 3, 1, 0, False),
+        host.sums_spec(BF16, 4, 8, turn % 2 == 0, turn % 2 == 1, 64),
+        host.sums_spec(F32, 1 + turn % 4, 4, turn % 2 == 1, False, 32),
+    ]
+    for spec in specs:
+        cubin = resources(spec, arch)
+        assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0), spec

@@ -1,16 +1,30 @@
-"""Short causal convolutions on CUDA tensors: ``kernels/causal_conv1d.cu``."""
+"""Short causal convolutions on CUDA tensors: ``kernels/causal_conv1d{,_step,_sums}.cu``."""
 
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from samebits.backends.cuda import compiler, runtime
+from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.operands import TYPES, address
 
-_THREADS = 256
+_THREADS, _OF_STEP = 128, 64  # of blocks
+_CHANNELS = 4  # of a thread, side by side
+_RUNS = 64, 32, 16, 8, 4  # tokens of such a thread
+_ENOUGH = 1536  # threads for a multiprocessor
+_PIECES = 4
+_MOST_KEPT = 16  # inputs of a state that registers have room for
+
+Result = Literal["SUM", "SILU", "SILU_GRADIENT"]
+"""What becomes of a sum: a macro of ``causal_conv1d.cuh``."""
+
+
+def _of_sums(dtype: torch.dtype, taps: int, result: str, fast_silu: bool) -> tuple[tuple[str, int | str], ...]:
+    fast = fast_silu and result == "SILU" and dtype == torch.bfloat16
+    return ("VALUE", TYPES[dtype]), ("TAPS", taps), ("RESULT", "FAST_SILU" if fast else result)
 
 
 def kernel_spec(
@@ -18,74 +32,207 @@ def kernel_spec(
     taps: int,
     vector: int,
     of_channels: bool,
-    silu: bool,
-    state: bool,
+    result: Result,
+    backwards: bool = False,
+    packed: bool = False,
+    lanes: int = 1,
     *,
+    fast_silu: bool = False,
     programmatic: bool = False,
 ) -> compiler.KernelSpec:
     """The kernel of ``causal_conv1d.cu``."""
     constants = (
-        *(("VALUE", TYPES[dtype]), ("TAPS", taps), ("VECTOR", vector)),
-        *(("OF_CHANNELS", int(of_channels)), ("SILU", int(silu)), ("STATE", int(state))),
+        *(*_of_sums(dtype, taps, result, fast_silu), ("VECTOR", vector), ("OF_CHANNELS", int(of_channels))),
+        *(("BACKWARDS", int(backwards)), ("PACKED", int(packed)), ("LANES", lanes)),
     )
     return compiler.KernelSpec(
-        "causal_conv1d.cu",
-        "causal_conv1d",
-        "P" * 7 + "q" * 14 + "iii",
-        constants,
+        *("causal_conv1d.cu", "causal_conv1d", "P" * 7 + "q" * 10 + "iii", constants),
         block=_THREADS,
         programmatic=programmatic,
     )
 
 
+def step_spec(
+    dtype: torch.dtype,
+    taps: int,
+    vector: int,
+    kept: int,
+    silu: bool,
+    *,
+    fast_silu: bool = False,
+    programmatic: bool = False,
+) -> compiler.KernelSpec:
+    """The kernel of ``causal_conv1d_step.cu``. `kept` counts where `vector` is more than 1."""
+    of = _of_sums(dtype, taps, "SILU" if silu else "SUM", fast_silu)
+    return compiler.KernelSpec(
+        *("causal_conv1d_step.cu", "causal_conv1d_step", "P" * 5 + "q" * 10 + "iii"),
+        (*of, ("VECTOR", vector), ("KEPT", kept)),
+        block=_OF_STEP,
+        programmatic=programmatic,
+    )
+
+
+def sums_spec(
+    dtype: torch.dtype, taps: int, vector: int, of_channels: bool, packed: bool, channels: int
+) -> compiler.KernelSpec:
+    """The kernel of ``causal_conv1d_sums.cu``, with so many channels of a block."""
+    size, depth = dtype.itemsize, 4
+    tokens, side = 128 // size, 16 // size
+    entries = tokens * channels if of_channels else channels * (tokens // side | 1) * side
+    stage = 2 * entries * size + 4 * (tokens if packed else 4)
+    constants = (
+        *(("VALUE", TYPES[dtype]), ("TAPS", taps), ("VECTOR", vector), ("OF_CHANNELS", int(of_channels))),
+        *(("PACKED", int(packed)), ("CHANNELS", channels), ("TOKENS", tokens), ("DEPTH", depth)),
+    )
+    return compiler.KernelSpec(
+        *("causal_conv1d_sums.cu", "causal_conv1d_sums", "P" * 6 + "q" * 9 + "iii", constants),
+        block=2 * channels,
+        smem=depth * stage,
+    )
+
+
 _kernel = runtime.loader(kernel_spec)
+_step_kernel = runtime.loader(step_spec)
+_sums_kernel = runtime.loader(sums_spec)
 
 
 def convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, at: Tensor | None, silu: bool
 ) -> Tensor:
     """The tokens of ``x[batch, channels, tokens]``; the result has its strides, if it is dense."""
-    out = torch.empty_like(x)
-    _launch(x, weight, bias, before, at, out, None, silu)
-    return out
+    return _convolved(x, weight, bias, before, at, "SILU" if silu else "SUM")
 
 
 def move_on(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """The tokens of `x` behind those of ``state[batch, channels, kept]``, which is moved on."""
     out = torch.empty_like(x)
-    before = state[..., state.shape[2] - weight.shape[1] + 1 :]
-    _launch(x, weight, bias, before, None, out, state, silu)
+    if not x.numel():
+        return out
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    (batch, channels, tokens), kept, vector = x.shape, state.shape[2], 16 // x.itemsize
+    beside = x.stride(1) == out.stride(1) == 1 and state.stride(1) == kept and state.stride(2) == 1
+    low = _low(x, out) | state.data_ptr() | weight.data_ptr() | address(bias)
+    if batch > 1:
+        low |= state.stride(0) * x.itemsize
+    if tokens > 1 or not beside or not 0 < kept <= _MOST_KEPT or channels % vector or low & 15:
+        vector = 1
+    threads = batch * channels // vector
+    kernel = _step_kernel(
+        *(x.get_device(), x.dtype, weight.shape[1], vector, kept if vector > 1 else 0, silu)
+    )
+    kernel.launch(
+        (-(-threads // _OF_STEP), 1, 1),
+        *(address(t) for t in (x, weight, bias, out, state)),
+        *(*x.stride(), *out.stride(), *state.stride(), threads, channels, tokens, kept),
+    )
     return out
 
 
-def _launch(
+def gradients(
+    grad: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     before: Tensor | None,
     at: Tensor | None,
-    out: Tensor,
-    state: Tensor | None,
     silu: bool,
-) -> None:
+    of_x: bool,
+    of_weight: bool,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """That of the convolution itself, given that of its result; of x, weight and bias, empty if not needed."""
+    to = torch.empty_like(x)
+    if grad.stride() != to.stride():
+        grad = to.copy_(grad)
+    if silu:
+        grad = _convolved(x, weight, bias, before, at, "SILU_GRADIENT", grad)
+    none = x.new_empty(0)
+    found = _convolved(grad, weight, None, None, at, "SUM", backwards=True) if of_x else none
+    sums = (x.new_empty(weight.shape) if of_weight else none, x.new_empty(weight.shape[0]) if of_bias else none)
+    if of_weight or of_bias:
+        _sum(grad, x, before, at, weight.shape[1], *sums)
+    return grad, found, *sums
+
+
+def _low(*tensors: Tensor) -> int:
+    """Bits that addresses and strides in bytes have, where no neighbours lie."""
+    strides = (s * t.itemsize for t in tensors for s, n in zip(t.stride(), t.shape, strict=True) if n > 1 < s)
+    return functools.reduce(int.__or__, strides, 0) | functools.reduce(
+        int.__or__, (t.data_ptr() for t in tensors)
+    )
+
+
+def _convolved(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    at: Tensor | None,
+    result: Result,
+    grad: Tensor | None = None,
+    *,
+    backwards: bool = False,
+) -> Tensor:
+    """Of `x`; the gradient of the sum, given that of its silu; or that of `x`, given that of the sum."""
+    out = torch.empty_like(x)
     if not x.numel():
-        return
+        return out
     batch, channels, tokens = x.shape
     weight = weight.contiguous()
     bias, at = (None if t is None else t.contiguous() for t in (bias, at))
-    of_channels = state is None and x.stride(1) == out.stride(1) == 1 and channels > 1
-    vector, size = 16 // x.itemsize, channels if of_channels else tokens
-    beside = of_channels or (x.stride(2) == 1 and out.stride(2) == 1)
-    steps = [s for t in (x, out) for d, s in enumerate(t.stride()) if d != (1 if of_channels else 2)]
-    low = x.data_ptr() | out.data_ptr() | functools.reduce(int.__or__, steps) * x.itemsize
-    if state is not None or not beside or size % vector or low & 15:
+    of_channels = x.stride(1) == out.stride(1) == 1 and channels > 1
+    vector, size = (_CHANNELS, channels) if of_channels else (16 // x.itemsize, tokens)
+    beside = of_channels or x.stride(2) == out.stride(2) == 1
+    low = _low(x, out) if grad is None else _low(x, out, grad)
+    low &= vector * x.itemsize - 1
+    if not beside or size % vector or low or (weight.data_ptr() | address(bias)) & 15:
         vector = 1
-    threads = batch * channels if state is not None else x.numel() // vector
-    before_strides = (0, 0, 0) if before is None else before.stride()
-    state_strides = (0, 0, 0) if state is None else state.stride()
-    _kernel(x.get_device(), x.dtype, weight.shape[1], vector, of_channels, silu, state is not None).launch(
+    device, run, lanes = x.get_device(), 0, 1
+    if of_channels:
+        of_token = batch * channels // vector
+        enough = _ENOUGH * devices.device_info(device).sm_count
+        run = next((n for n in _RUNS if of_token * -(-tokens // n) >= enough), _RUNS[-1])
+        threads = of_token * -(-tokens // run)
+    else:
+        lanes = min(32, 1 << (-(-tokens // (vector * _PIECES)) - 1).bit_length())
+        threads = batch * channels * lanes * -(-tokens // (lanes * vector * _PIECES))
+    kernel = _kernel(
+        *(device, x.dtype, weight.shape[1], vector, of_channels, result, backwards, at is not None, lanes)
+    )
+    kernel.launch(
         (-(-threads // _THREADS), 1, 1),
-        *(address(t) for t in (x, weight, bias, before, out, state, at)),
-        *(*x.stride(), *out.stride(), *before_strides, *state_strides, weight.stride(0)),
-        *(threads, channels, tokens, 0 if state is None else state.shape[2]),
+        *(address(t) for t in (x, weight, bias, before, grad, out, at)),
+        *(*x.stride(), *out.stride(), *((0, 0, 0) if before is None else before.stride())),
+        *(threads, channels, tokens, run),
+    )
+    return out
+
+
+def _sum(
+    grad: Tensor,
+    x: Tensor,
+    before: Tensor | None,
+    at: Tensor | None,
+    taps: int,
+    of_weight: Tensor,
+    of_bias: Tensor,
+) -> None:
+    """Sums over tokens into gradients of weights and of biases, or into empty tensors, which are left out."""
+    rows, channels, tokens = x.shape
+    if not channels:
+        return
+    at = None if at is None else at.contiguous()
+    of_channels = x.stride(1) == grad.stride(1) == 1 and channels > 1
+    vector, size = 16 // x.itemsize, channels if of_channels else tokens
+    beside = of_channels or x.stride(2) == grad.stride(2) == 1
+    if not beside or size % vector or _low(x, grad) & 15:
+        vector = 1
+    device = x.get_device()
+    block = 32 if -(-channels // 32) <= devices.device_info(device).sm_count else 64
+    _sums_kernel(device, x.dtype, taps, vector, of_channels, at is not None, block).launch(
+        (-(-channels // block), 1, 1),
+        *(address(t) for t in (grad, x, before, at)),
+        *(t.data_ptr() if t.numel() else 0 for t in (of_weight, of_bias)),
+        *(*grad.stride(), *x.stride(), *((0, 0, 0) if before is None else before.stride())),
+        *(rows, channels, tokens),
     )
