@@ -215,8 +215,8 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     turn = compiler.ARCHITECTURES.index(arch)
     fast = {"fast_silu": arch == "sm_90a"}
     specs = [
-        host.kernel_spec(BF16, 4, 4, True, "SILU", False, turn % 2 == 0, **fast),
-        host.kernel_spec(BF16, 4, 8, False, "SILU", False, turn % 2 == 1, 32, **fast),
+        host.kernel_spec(BF16, 4, 4, True, "SILU", False, turn % 2 == 1, **fast),
+        host.kernel_spec(BF16, 4, 8, False, "SILU", False, turn % 2 == 0, 32, **fast),
         host.kernel_spec(F16, 4, 4, True, "SILU_GRADIENT"),
         host.kernel_spec(F32, 1 + turn % 4, 1, turn % 2 == 0, "SUM", True, lanes=4),
         host.kernel_spec(BF16, 4, 8, False, "SUM", True, lanes=32),

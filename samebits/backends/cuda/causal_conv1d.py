@@ -46,7 +46,7 @@ def kernel_spec(
         *(("BACKWARDS", int(backwards)), ("PACKED", int(packed)), ("LANES", lanes)),
     )
     return compiler.KernelSpec(
-        *("causal_conv1d.cu", "causal_conv1d", "P" * 7 + "q" * 10 + "iii", constants),
+        *("causal_conv1d.cu", "causal_conv1d", "P" * 7 + "q" * 9 + "Iiii", constants),
         block=_THREADS,
         programmatic=programmatic,
     )
@@ -65,7 +65,7 @@ def step_spec(
     """The kernel of ``causal_conv1d_step.cu``. `kept` counts where `vector` is more than 1."""
     of = _of_sums(dtype, taps, "SILU" if silu else "SUM", fast_silu)
     return compiler.KernelSpec(
-        *("causal_conv1d_step.cu", "causal_conv1d_step", "P" * 5 + "q" * 10 + "iii"),
+        *("causal_conv1d_step.cu", "causal_conv1d_step", "P" * 5 + "q" * 9 + "Iiii"),
         (*of, ("VECTOR", vector), ("KEPT", kept)),
         block=_OF_STEP,
         programmatic=programmatic,
@@ -116,14 +116,14 @@ def move_on(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu:
         low |= state.stride(0) * x.itemsize
     if tokens > 1 or not beside or not 0 < kept <= _MOST_KEPT or channels % vector or low & 15:
         vector = 1
-    threads = batch * channels // vector
+    count = batch * channels // vector
     kernel = _step_kernel(
         *(x.get_device(), x.dtype, weight.shape[1], vector, kept if vector > 1 else 0, silu)
     )
     kernel.launch(
-        (-(-threads // _OF_STEP), 1, 1),
+        (-(-count // _OF_STEP), 1, 1),
         *(address(t) for t in (x, weight, bias, out, state)),
-        *(*x.stride(), *out.stride(), *state.stride(), threads, channels, tokens, kept),
+        *(*x.stride(), *out.stride(), *state.stride(), count, channels, tokens, kept),
     )
     return out
 
@@ -192,18 +192,18 @@ def _convolved(
         of_token = batch * channels // vector
         enough = _ENOUGH * devices.device_info(device).sm_count
         run = next((n for n in _RUNS if of_token * -(-tokens // n) >= enough), _RUNS[-1])
-        threads = of_token * -(-tokens // run)
+        count = of_token * -(-tokens // run)
     else:
         lanes = min(32, 1 << (-(-tokens // (vector * _PIECES)) - 1).bit_length())
-        threads = batch * channels * lanes * -(-tokens // (lanes * vector * _PIECES))
+        count = batch * channels * -(-tokens // (lanes * vector * _PIECES))
     kernel = _kernel(
         *(device, x.dtype, weight.shape[1], vector, of_channels, result, backwards, at is not None, lanes)
     )
     kernel.launch(
-        (-(-threads // _THREADS), 1, 1),
+        (-(-count * lanes // _THREADS), 1, 1),
         *(address(t) for t in (x, weight, bias, before, grad, out, at)),
         *(*x.stride(), *out.stride(), *((0, 0, 0) if before is None else before.stride())),
-        *(threads, channels, tokens, run),
+        *(count, channels, tokens, run),
     )
     return out
 

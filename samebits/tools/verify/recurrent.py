@@ -22,7 +22,10 @@ Results = tuple[Tensor, ...]
 SCHEDULES = 3
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 # Rows, channels, tokens, taps.
-_CONVOLVED = ((1, 8, 1, 4), (2, 24, 37, 4), (3, 5, 70, 3), (1, 512, 130, 2), (2, 1, 33, 4), (1, 7, 9, 1))
+_CONVOLVED = (
+    *((1, 8, 1, 4), (2, 24, 37, 4), (3, 5, 70, 3), (1, 512, 130, 2), (2, 1, 33, 4), (1, 7, 9, 1)),
+    (2, 72, 1096, 4),
+)
 # Rows, tokens, heads, channels of a head, groups, states, and dtypes.
 _OF_HEADS = (
     *(((1, 65, 2, 64, 1, 128), DTYPES[0]), ((1, 70, 2, 128, 1, 128), DTYPES[1])),
@@ -72,15 +75,19 @@ def _convolved(last: bool, x: Tensor, weight: Tensor, bias: Tensor, before: Tens
     halves = x.shape[2] // 2
     step = causal_conv1d_update(x[..., :halves], state, weight, bias, "silu") if halves else x[..., :0]
     rest = causal_conv1d_update(x[..., halves:], state, weight, bias, "silu")
+    one = causal_conv1d_update(x[..., 0].contiguous(), state, weight, bias, "silu")
     given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias}
     y, after = causal_conv1d(**given, initial_states=before, activation="silu", return_final_states=True)
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in (x, weight, bias, before)]
-        plain: Any = causal_conv1d(leaves[0], leaves[1], leaves[2], initial_states=leaves[3])
-        gradients = torch.autograd.grad(plain, leaves, x)
     numbered: Any = causal_conv1d(**given, seq_idx=numbers)
     packed: Any = causal_conv1d(x[:1], weight, cu_seqlens=cuts, activation="silu")
-    return y, after, step, rest, state, *gradients, numbered, packed
+    gradients: Results = ()
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias, before)]
+        for activation in (None, "silu"):
+            whole: Any = causal_conv1d(*leaves[:3], initial_states=leaves[3], activation=activation)
+            parts: Any = causal_conv1d(*leaves[:3], seq_idx=numbers, activation=activation)
+            gradients += torch.autograd.grad(whole, leaves, x) + torch.autograd.grad(parts, leaves[:3], x)
+    return y, after, step, rest, one, state, *gradients, numbered, packed
 
 
 def state_spaces(times: int) -> Iterator[tuple[str, str, Any, Any]]:

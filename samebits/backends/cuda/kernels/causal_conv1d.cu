@@ -9,7 +9,7 @@
 //   OF_CHANNELS   whether neighbours are channels
 //   BACKWARDS     whether a token sees those behind it, not those before it
 //   PACKED        whether rows consist of several sequences
-//   LANES         without OF_CHANNELS, neighbouring threads that take pieces of the same channel
+//   LANES         neighbouring threads that take pieces of the same channel; 1 with OF_CHANNELS
 
 #include "causal_conv1d.cuh"
 
@@ -24,7 +24,7 @@ struct Params {
     const int* at;  // with PACKED: how many tokens lie before each in its sequence, [batch, tokens]
     i64 x_batch, x_channel, x_token, out_batch, out_channel, out_token;
     i64 before_batch, before_channel, before_token;
-    i64 count;                  // threads that have work
+    u32 count;                  // of LANES threads that have work
     int channels, tokens, run;  // run: tokens of a thread with OF_CHANNELS
 };
 
@@ -54,13 +54,6 @@ __device__ __forceinline__ float convolved(const float (&x)[TAPS], const float (
             sum = __fadd_rn(sum, __fmul_rn(beyond ? 0.0f : x[k], w[k]));
     }
     return __fadd_rn(sum, last);
-}
-
-// The quotient, and what is left. Most have 32 bits.
-__device__ __forceinline__ i64 divide(i64& x, int by) {
-    const i64 quotient = x >> 32 ? x / by : u32(x) / u32(by);
-    x -= quotient * by;
-    return quotient;
 }
 
 // A token's values, as they are stored.
@@ -223,7 +216,7 @@ __device__ __forceinline__ void tokens(const Params& p, i64 batch, int channel, 
 #pragma unroll
     for (int j = 0; j < PIECES; ++j) {
         const int t = first + j * LANES * VECTOR;
-        if (t >= p.tokens) break;
+        if (t >= p.tokens) return;
         float sum[VECTOR];
         if (PACKED || (BACKWARDS && t + VECTOR + LAGS > p.tokens))
             convolve<true>(line[j], w[0], last[0], at, t, p.tokens, sum);
@@ -234,22 +227,20 @@ __device__ __forceinline__ void tokens(const Params& p, i64 batch, int channel, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) causal_conv1d(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, TAPS <= 4 ? 5 : 1) causal_conv1d(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     let_kernel_behind_start();
-    i64 index = i64(blockIdx.x) * THREADS + threadIdx.x;
+    u32 index = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
     if (index >= p.count) return;
+    // Of a thread with OF_CHANNELS, else of LANES neighbours: tokens of a row, and what lies across.
+    const u32 along = OF_CHANNELS ? p.run : LANES * VECTOR * PIECES, runs = (p.tokens + along - 1) / along;
+    const u32 across = OF_CHANNELS ? p.channels / VECTOR : p.channels;
     if constexpr (OF_CHANNELS) {
-        i64 row = divide(index, p.channels / VECTOR);
-        const i64 batch = divide(row, (p.tokens + p.run - 1) / p.run);
-        channels(p, batch, int(row), int(index) * VECTOR);
+        const u32 row = index / across, batch = row / runs;
+        channels(p, batch, int(row - batch * runs), int(index - row * across) * VECTOR);
     } else {
-        constexpr int OF_THREADS = LANES * VECTOR * PIECES;  // tokens that neighbouring threads take
-        const int lane = int(index % LANES);
-        index /= LANES;
-        i64 row = divide(index, (p.tokens + OF_THREADS - 1) / OF_THREADS);
-        const i64 batch = divide(row, p.channels);
-        const int first = int(index) * OF_THREADS + lane * VECTOR;
-        if (first < p.tokens) tokens(p, batch, int(row), first);
+        const u32 row = index / runs, batch = row / across;
+        const int first = int((index - row * runs) * along + threadIdx.x % LANES * VECTOR);
+        if (first < p.tokens) tokens(p, batch, int(row - batch * across), first);
     }
 }

@@ -15,7 +15,7 @@ struct Params {
     const Value::Stored *x, *weight, *bias;  // without bias: null
     Value::Stored *out, *state;
     i64 x_batch, x_channel, x_token, out_batch, out_channel, out_token, state_batch, state_channel, state_token;
-    i64 count;  // threads that have work
+    u32 count;  // threads that have work
     int channels, tokens, kept;
 };
 
@@ -78,10 +78,9 @@ __device__ __forceinline__ void neighbours(const Params& p, i64 batch, int chann
 extern "C" __global__ void __launch_bounds__(THREADS) causal_conv1d_step(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     let_kernel_behind_start();
-    const i64 index = i64(blockIdx.x) * THREADS + threadIdx.x;
+    const u32 index = blockIdx.x * THREADS + threadIdx.x;
     if (index >= p.count) return;
-    const int columns = p.channels / VECTOR;
-    const i64 batch = index >> 32 ? index / columns : u32(index) / u32(columns);
+    const u32 columns = p.channels / VECTOR, batch = index / columns;
     const int channel = int(index - batch * columns) * VECTOR;
     if constexpr (VECTOR == 1)
         any(p, batch, channel);
