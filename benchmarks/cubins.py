@@ -462,18 +462,18 @@ def recurrent_layers() -> Iterator[Kernel]:
     for x, taps, of_channels, (result, backwards) in every:
         wide = 4 if of_channels else 16 // x.itemsize
         for vector, packed in ((1, True), (wide, False), (wide, True)):
-            given = x, taps, vector, of_channels, result, backwards, packed, 1 if of_channels else 32
-            yield causal_conv1d.kernel_spec(*given), archs[next(n) % len(archs)]
+            of_tokens = x, taps, vector, of_channels, result, backwards, packed, 1 if of_channels else 32
+            yield causal_conv1d.kernel_spec(*of_tokens), archs[next(n) % len(archs)]
             if result == "SILU":
-                yield causal_conv1d.kernel_spec(*given, fast_silu=True), HOPPER
+                yield causal_conv1d.kernel_spec(*of_tokens, fast_silu=True), HOPPER
             if result == "SUM":
                 vector = 1 if vector == 1 else 16 // x.itemsize
                 spec = causal_conv1d.sums_spec(x, taps, vector, of_channels, packed, 32 if backwards else 64)
                 yield spec, archs[next(n) % len(archs)]
     for x, silu, kept in itertools.product((BF16, F16, F32), (False, True), (0, 3, 4)):
-        given_step = x, 4, 16 // x.itemsize if kept else 1, kept, silu
-        yield causal_conv1d.step_spec(*given_step, fast_silu=True), HOPPER
-        yield causal_conv1d.step_spec(*given_step), archs[next(n) % len(archs)]
+        of_step = x, 4, 16 // x.itemsize if kept else 1, kept, silu
+        yield causal_conv1d.step_spec(*of_step, fast_silu=True), HOPPER
+        yield causal_conv1d.step_spec(*of_step), archs[next(n) % len(archs)]
     for of_steps, softplus in itertools.product(((BF16, F32, F16), (F32, BF16, F32)), (False, True)):
         yield ssd_steps.kernel_spec(*of_steps, softplus), archs[next(n) % len(archs)]
     types = (BF16, F16, F32), (F32, F32, None)

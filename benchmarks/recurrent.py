@@ -116,6 +116,11 @@ def _convolve(initial_state: Tensor | None = None, output_final_state: bool = Tr
     return y[..., None], initial_state
 
 
+def _taps_of_tokens(batch: int, tokens: int) -> Operands:
+    x = torch.randn(batch, CHANNELS, tokens, device=DEVICE, dtype=BF16)
+    return {"x": x, "weight": torch.randn(CHANNELS, TAPS, device=DEVICE, dtype=BF16)}
+
+
 def _convolve_tokens(convolve: Run, x: Operands) -> Tensor:
     """As fla has it, with channels last."""
     y: Tensor = convolve(x["x"].mT, weight=x["weight"], activation="silu")[0]
@@ -218,6 +223,21 @@ LAYERS = {
             lambda f, x, state: f(x["x"][..., -1], state, weight=x["weight"], activation="silu"),
         ),
         ((CHANNELS, TAPS), BF16),
+        2,
+    ),
+    "causal_conv1d, tokens side by side": Layer(
+        _taps_of_tokens,
+        lambda x, weight: samebits.causal_conv1d(x, weight, activation="silu"),
+        (
+            *("causal-conv1d", "causal_conv1d", "causal_conv1d_fn"),
+            lambda f, x: f(x["x"], x["weight"], activation="silu"),
+        ),
+        _convolve,
+        (
+            *("causal-conv1d", "causal_conv1d", "causal_conv1d_update"),
+            lambda f, x, state: f(x["x"][..., -1], state, x["weight"], activation="silu"),
+        ),
+        ((CHANNELS, TAPS - 1), BF16),
         2,
     ),
     "kda": Layer(  # last: the other library tunes for minutes

@@ -16,7 +16,7 @@ import samebits
 from samebits import causal_conv1d, causal_conv1d_update
 from samebits.backends.cuda import causal_conv1d as host
 from samebits.backends.cuda import compiler
-from samebits.testing import assert_same_bits
+from samebits.testing import KINDS, assert_same_bits
 from tests.support import naive_state_space as naive
 from tests.support.cubins import resources
 from tests.support.devices import DEVICES, case
@@ -207,6 +207,44 @@ def test_the_operator_is_well_formed() -> None:
     before = torch.randn(1, 3, 1, requires_grad=True)
     args: tuple[Any, ...] = x, weight, bias, before, None, True
     torch.library.opcheck(torch.ops.samebits.causal_conv1d.default, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [last, Tensor.contiguous])
+def test_silu_of_every_value_of_16_bits(layout: Callable[[Tensor], Tensor]) -> None:
+    for dtype in (BF16, F16):
+        x = layout(torch.arange(1 << 16).to(torch.int16).view(dtype).view(1, 256, 256))
+        weight = torch.ones(256, 1, dtype=dtype)
+        got = causal_conv1d(x.cuda(), weight.cuda(), activation="silu")
+        assert_same_bits(got.cpu(), causal_conv1d(x, weight, activation="silu"))
+        state = torch.empty(256, 256, 0, dtype=dtype, device="cuda")
+        step = causal_conv1d_update(x[0].cuda(), state, weight.cuda(), activation="silu")
+        assert_same_bits(step, got[0])
+
+
+@pytest.mark.gpu
+@in_dtypes
+@pytest.mark.parametrize("shape", [(1, 264, 1032, 4), (4, 136, 520, 4), (2, 37, 131, 3), (3, 64, 64, 1)])
+@pytest.mark.parametrize("layout", [last, Tensor.contiguous, lambda x: x[..., ::2]])
+def test_a_gpu_has_the_bits_of_a_cpu(
+    dtype: torch.dtype, shape: tuple[int, ...], layout: Callable[[Tensor], Tensor]
+) -> None:
+    for i, kind in enumerate(KINDS):
+        x, weight, bias = given(dtype, "cpu", shape, kind)
+        g = layout(case(KINDS[-i], tuple(x.shape), dtype, "cpu", 4))
+        before = case("normal", (*x.shape[:2], shape[3] - 1), dtype, "cpu", 3)
+        numbers = torch.arange(x.shape[2]).expand(len(x), -1) // (2 + i)
+        x = layout(x)
+        silu, packed, results = (None if i % 4 == 1 else "silu"), i % 2 == 0, []
+        for device in ("cpu", "cuda"):
+            leaves = [t.to(device).detach().requires_grad_() for t in (x, weight, bias, before)]
+            leaves = leaves[:3] if packed else leaves
+            options: dict[str, Any] = {"seq_idx": numbers[..., : x.shape[2]].to(device)} if packed else {}
+            options |= {} if packed else {"initial_states": leaves[3]}
+            y: Any = causal_conv1d(*leaves[:3], activation=silu, **options)
+            results.append([y, *torch.autograd.grad(y, leaves, g.to(device))])
+        for ours, theirs in zip(*results, strict=True):
+            assert_same_bits(theirs.cpu(), ours, f"{kind}, {silu}, {packed=}")
 
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)

@@ -22,7 +22,9 @@ Result = Literal["SUM", "SILU", "SILU_GRADIENT"]
 """What becomes of a sum: a macro of ``causal_conv1d.cuh``."""
 
 
-def _of_sums(dtype: torch.dtype, taps: int, result: str, fast_silu: bool) -> tuple[tuple[str, int | str], ...]:
+def _of_sums(
+    dtype: torch.dtype, taps: int, result: str, fast_silu: bool
+) -> tuple[tuple[str, int | str], ...]:
     fast = fast_silu and result == "SILU" and dtype == torch.bfloat16
     return ("VALUE", TYPES[dtype]), ("TAPS", taps), ("RESULT", "FAST_SILU" if fast else result)
 
@@ -111,7 +113,7 @@ def move_on(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu:
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     (batch, channels, tokens), kept, vector = x.shape, state.shape[2], 16 // x.itemsize
     beside = x.stride(1) == out.stride(1) == 1 and state.stride(1) == kept and state.stride(2) == 1
-    low = _low(x, out) | state.data_ptr() | weight.data_ptr() | address(bias)
+    low = _low(1, x, out) | state.data_ptr() | weight.data_ptr() | address(bias)
     if batch > 1:
         low |= state.stride(0) * x.itemsize
     if tokens > 1 or not beside or not 0 < kept <= _MOST_KEPT or channels % vector or low & 15:
@@ -140,7 +142,7 @@ def gradients(
     of_weight: bool,
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """That of the convolution itself, given that of its result; of x, weight and bias, empty if not needed."""
+    """Those of the sums, given those of the results; of x, weight and bias, empty if not needed."""
     to = torch.empty_like(x)
     if grad.stride() != to.stride():
         grad = to.copy_(grad)
@@ -148,18 +150,22 @@ def gradients(
         grad = _convolved(x, weight, bias, before, at, "SILU_GRADIENT", grad)
     none = x.new_empty(0)
     found = _convolved(grad, weight, None, None, at, "SUM", backwards=True) if of_x else none
-    sums = (x.new_empty(weight.shape) if of_weight else none, x.new_empty(weight.shape[0]) if of_bias else none)
+    sums = (
+        x.new_empty(weight.shape) if of_weight else none,
+        x.new_empty(weight.shape[0]) if of_bias else none,
+    )
     if of_weight or of_bias:
         _sum(grad, x, before, at, weight.shape[1], *sums)
     return grad, found, *sums
 
 
-def _low(*tensors: Tensor) -> int:
-    """Bits that addresses and strides in bytes have, where no neighbours lie."""
-    strides = (s * t.itemsize for t in tensors for s, n in zip(t.stride(), t.shape, strict=True) if n > 1 < s)
-    return functools.reduce(int.__or__, strides, 0) | functools.reduce(
-        int.__or__, (t.data_ptr() for t in tensors)
-    )
+def _low(beside: int, *tensors: Tensor) -> int:
+    """Bits of addresses, and of strides in bytes but for that of the dimension `beside`."""
+    found = 0
+    for t in tensors:
+        strides = (s for d, s in enumerate(t.stride()) if d != beside and t.shape[d] > 1)
+        found |= functools.reduce(int.__or__, strides, 0) * t.itemsize | t.data_ptr()
+    return found
 
 
 def _convolved(
@@ -183,7 +189,7 @@ def _convolved(
     of_channels = x.stride(1) == out.stride(1) == 1 and channels > 1
     vector, size = (_CHANNELS, channels) if of_channels else (16 // x.itemsize, tokens)
     beside = of_channels or x.stride(2) == out.stride(2) == 1
-    low = _low(x, out) if grad is None else _low(x, out, grad)
+    low = _low(1 if of_channels else 2, *(t for t in (x, out, grad) if t is not None))
     low &= vector * x.itemsize - 1
     if not beside or size % vector or low or (weight.data_ptr() | address(bias)) & 15:
         vector = 1
@@ -225,7 +231,7 @@ def _sum(
     of_channels = x.stride(1) == grad.stride(1) == 1 and channels > 1
     vector, size = 16 // x.itemsize, channels if of_channels else tokens
     beside = of_channels or x.stride(2) == grad.stride(2) == 1
-    if not beside or size % vector or _low(x, grad) & 15:
+    if not beside or size % vector or _low(1 if of_channels else 2, x, grad) & 15:
         vector = 1
     device = x.get_device()
     block = 32 if -(-channels // 32) <= devices.device_info(device).sm_count else 64

@@ -84,8 +84,10 @@ def _convolved(last: bool, x: Tensor, weight: Tensor, bias: Tensor, before: Tens
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (x, weight, bias, before)]
         for activation in (None, "silu"):
-            whole: Any = causal_conv1d(*leaves[:3], initial_states=leaves[3], activation=activation)
-            parts: Any = causal_conv1d(*leaves[:3], seq_idx=numbers, activation=activation)
+            options: dict[str, Any] = dict(zip(("x", "weight", "bias"), leaves, strict=False))
+            options["activation"] = activation
+            whole: Any = causal_conv1d(**options, initial_states=leaves[3])
+            parts: Any = causal_conv1d(**options, seq_idx=numbers)
             gradients += torch.autograd.grad(whole, leaves, x) + torch.autograd.grad(parts, leaves[:3], x)
     return y, after, step, rest, one, state, *gradients, numbered, packed
 

@@ -22,7 +22,15 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 # Rows, channels, tokens, taps.
 SHAPES = (
-    *((2, 24, 40, 4), (1, 5, 11, 3), (3, 8, 1, 4), (1, 2, 5, 1), (2, 40, 136, 2), (1, 1, 33, 4), (1, 8, 264, 4)),
+    *(
+        (2, 24, 40, 4),
+        (1, 5, 11, 3),
+        (3, 8, 1, 4),
+        (1, 2, 5, 1),
+        (2, 40, 136, 2),
+        (1, 1, 33, 4),
+        (1, 8, 264, 4),
+    ),
     *((2, 16, 24, 7), (1, 68, 70, 4)),
 )
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,7 +38,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "tokens": Tensor.contiguous,
     "sliced": lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2],
     "at any address": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
-    "in a wider row": lambda x: torch.cat((x, x), 1).transpose(1, 2).contiguous().transpose(1, 2)[:, : x.shape[1]],
+    "in a wider row": lambda x: (
+        torch.cat((x, x), 1).transpose(1, 2).contiguous().transpose(1, 2)[:, : x.shape[1]]
+    ),
 }
 
 
@@ -67,7 +77,11 @@ def test_tokens_and_gradients(
     x, weight, bias, before = given(kind, shape, dtype)
     x, grad = LAYOUTS[layout](x), values(kind, tuple(x.shape), dtype, 9)
     at = places(shape[0], shape[2])
-    options: list[tuple[Any, ...]] = [(bias, before, None, True), (None, None, at, False), (bias, None, None, True)]
+    options: list[tuple[Any, ...]] = [
+        (bias, before, None, True),
+        (None, None, at, False),
+        (bias, None, None, True),
+    ]
     options += [(None, before, None, False), (bias, None, at, True)]
     for number, (b, states, packed, silu) in enumerate(options):
         args = x, weight, b, states, packed, silu

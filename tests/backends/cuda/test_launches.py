@@ -16,6 +16,7 @@ from torch import Tensor
 import samebits
 from samebits.backends.cuda import (
     add_rms_norm,
+    causal_conv1d,
     gated,
     grouped,
     linear_logp,
@@ -394,3 +395,22 @@ def test_sequences_too_long_for_one_axis_stay_apart(launches: list[str]) -> None
 def test_chains_of_no_element_are_rounded_without_a_launch() -> None:
     for shape in ((3, 0), (0, 4), (2, 0, 5)):
         assert matmul.rounded(torch.empty(shape), BF16).shape == shape
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_short_convolutions_read_vectors_and_their_gradients_take_three_launches(
+    launches: list[Any], last: bool
+) -> None:
+    x = torch.empty(2, 512, 64, dtype=BF16) if last else torch.empty(2, 64, 512, dtype=BF16)
+    x = x.mT if last else x
+    weight, bias = torch.empty(64, 4, dtype=BF16), torch.empty(64, dtype=BF16)
+    y = causal_conv1d.convolved(x, weight, bias, None, None, True)
+    assert y.stride() == x.stride()
+    causal_conv1d.gradients(y, x, weight, bias, None, None, True, True, True, True)
+    state = torch.empty(2, 64, 3, dtype=BF16)
+    causal_conv1d.move_on(x[..., :1].contiguous(), state, weight, bias, True)
+    sources = ["causal_conv1d.cu"] * 3 + ["causal_conv1d_sums.cu", "causal_conv1d_step.cu"]
+    assert launches == sources
+    of = [dict(launch.spec.constants) for launch in launches]
+    assert [o["VECTOR"] for o in of] == ([4, 4, 4, 8, 8] if last else [8] * 5)
+    assert [o.get("RESULT") for o in of] == ["FAST_SILU", "SILU_GRADIENT", "SUM", None, "FAST_SILU"]

@@ -106,10 +106,11 @@ __device__ __forceinline__ void channels(const Params& p, i64 batch, int run, in
         else
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i)
-                line[j][i] = p.before ? Value::widen(p.before[batch * p.before_batch +
-                                                              (channel + i) * p.before_channel +
-                                                              (LAGS + t) * p.before_token])
-                                      : 0.0f;
+                line[j][i] =
+                    p.before
+                        ? Value::widen(p.before[batch * p.before_batch + (channel + i) * p.before_channel +
+                                                (LAGS + t) * p.before_token])
+                        : 0.0f;
     }
     Raw next[PIECES] = {};
     const auto read = [&](int t) {
@@ -188,8 +189,7 @@ __device__ __forceinline__ void beside(const Params& p, i64 batch, int channel, 
 // The sums of tokens side by side, from t on.
 template <bool CUT>
 __device__ __forceinline__ void convolve(const float (&line)[LAGS + VECTOR], const float (&w)[TAPS],
-                                         float last, const int* at, int t, int tokens,
-                                         float (&sum)[VECTOR]) {
+                                         float last, const int* at, int t, int tokens, float (&sum)[VECTOR]) {
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
         float seen[TAPS];
@@ -227,7 +227,8 @@ __device__ __forceinline__ void tokens(const Params& p, i64 batch, int channel, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, TAPS <= 4 ? 5 : 1) causal_conv1d(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, TAPS <= 4 ? 5 : 1)
+    causal_conv1d(const __grid_constant__ Params p) {
     wait_for_kernel_before();
     let_kernel_behind_start();
     u32 index = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;

@@ -14,7 +14,8 @@ constexpr int LAGS = TAPS - 1;
 struct Params {
     const Value::Stored *x, *weight, *bias;  // without bias: null
     Value::Stored *out, *state;
-    i64 x_batch, x_channel, x_token, out_batch, out_channel, out_token, state_batch, state_channel, state_token;
+    i64 x_batch, x_channel, x_token, out_batch, out_channel, out_token, state_batch, state_channel,
+        state_token;
     u32 count;  // threads that have work
     int channels, tokens, kept;
 };

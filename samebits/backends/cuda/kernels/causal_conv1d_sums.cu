@@ -48,7 +48,8 @@ struct Params {
 // Copies a stage's part of a tensor, of which `from` has the first entry. What lies beyond it is left out.
 __device__ __forceinline__ void copy(Stored* to, const Stored* from, i64 by_channel, i64 by_token,
                                      int channels, int tokens) {
-    constexpr int ACROSS = COLUMNS / VECTOR, DOWN = THREADS / ACROSS, UNROLLED = VECTOR == 1 ? 4 : ROWS / DOWN;
+    constexpr int ACROSS = COLUMNS / VECTOR, DOWN = THREADS / ACROSS,
+                  UNROLLED = VECTOR == 1 ? 4 : ROWS / DOWN;
     const i64 by_row = OF_CHANNELS ? by_token : by_channel, by_column = OF_CHANNELS ? by_channel : by_token;
     const int row = threadIdx.x / ACROSS, column = threadIdx.x % ACROSS * VECTOR;
     const int rows = column < (OF_CHANNELS ? channels : tokens) ? OF_CHANNELS ? tokens : channels : 0;
@@ -86,10 +87,11 @@ struct Chains {
     __device__ __forceinline__ void start(const Params& p, int row, int channel) {
 #pragma unroll
         for (int j = 0; j < LAGS; ++j)
-            seen[j] = p.before && channel < p.channels
-                          ? Value::widen(p.before[row * p.before_batch + channel * p.before_channel +
-                                                  j * p.before_token])
-                          : 0.0f;
+            seen[j] =
+                p.before && channel < p.channels
+                    ? Value::widen(
+                          p.before[row * p.before_batch + channel * p.before_channel + j * p.before_token])
+                    : 0.0f;
     }
 
     // `count` tokens of a stage. The next ones are read while some are added.
@@ -119,8 +121,7 @@ struct Chains {
 #pragma unroll
         for (int k = FIRST; k < END; ++k) {
             const bool beyond = PACKED && LAGS - k > stage.at[first + i];
-            sums[k - FIRST] =
-                __fadd_rn(sums[k - FIRST], __fmul_rn(beyond ? 0.0f : seen[k + i], g));
+            sums[k - FIRST] = __fadd_rn(sums[k - FIRST], __fmul_rn(beyond ? 0.0f : seen[k + i], g));
         }
         if constexpr (BIAS) sums[END - FIRST] = __fadd_rn(sums[END - FIRST], g);
     }
