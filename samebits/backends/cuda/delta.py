@@ -40,6 +40,7 @@ from samebits.backends.cuda.delta_schedules import (
     choose,
     choose_of_gradients,
     choose_step,
+    record_bytes,
     takes_chunks,
 )
 from samebits.backends.cuda.linear_schedules import (
@@ -309,16 +310,6 @@ def gradients_spec(
 _gradients_kernel = runtime.loader(gradients_spec)
 
 
-def _record_bytes(dtype: torch.dtype, key_size: int, size: int, by_channel: bool, weighted: bool) -> int:
-    """Of ``struct Record``."""
-    decays = 0 if by_channel else 1 + weighted
-    floats = CHUNK * (decays + 2 * size) + 2 * key_size * size
-    stored = CHUNK * (key_size + 2 * size)
-    rights = 2 * 2 * padded_size(key_size) * padded_size(size) if dtype.itemsize == 2 else 0
-    lines = -(-(4 * floats + dtype.itemsize * stored) // 16) + -(-key_size // 4)
-    return 16 * lines + rights
-
-
 def sums_spec(dtype: torch.dtype, each: int) -> compiler.KernelSpec:
     """The kernel of ``delta_sums_backward.cu``, whose threads have so many neighbours."""
     constants = (("TYPE", TYPES[dtype]), ("WARPS", 8), ("EACH", each))
@@ -417,7 +408,7 @@ def _backward_by_records(
     }
     places = places_of(x)
     records = torch.empty(
-        places * heads * _record_bytes(dtype, key_size, size, x.by_channel, weighted),
+        places * heads * record_bytes(dtype, key_size, size, x.by_channel, weighted),
         dtype=torch.uint8,
         device=q.device,
     )

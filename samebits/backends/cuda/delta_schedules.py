@@ -32,6 +32,7 @@ __all__ = [
     "choose_of_gradients",
     "choose_step",
     "prepared_memory",
+    "record_bytes",
     "system_bytes",
     "takes_chunks",
 ]
@@ -251,6 +252,16 @@ def chains_memory(size: int) -> int:
 
 REGISTER_KEYS = 128
 """The largest keys whose gradient of the matrix lies in registers."""
+
+
+def record_bytes(dtype: torch.dtype, key_size: int, size: int, by_channel: bool, weighted: bool) -> int:
+    """Of ``struct Record``."""
+    decays = 0 if by_channel else 1 + weighted
+    floats = CHUNK * (decays + 2 * size) + 2 * key_size * size
+    stored = CHUNK * (key_size + 2 * size)
+    rights = 2 * 2 * padded_size(key_size) * padded_size(size) if dtype.itemsize == 2 else 0
+    lines = -(-(4 * floats + dtype.itemsize * stored) // 16) + -(-key_size // 4)
+    return 16 * lines + rights
 
 
 GRADIENT_SCORE_BYTES = 2 * CHUNK**2 + 6 * 512 + 4 * (BLOCK + 4) * CHUNK + 16
