@@ -173,9 +173,9 @@ def _check_sequences(x: Delta) -> None:
 
 def _goes_by_chunks(x: Delta, tensor_core: bool) -> bool:
     """Whether :mod:`samebits.backends.cuda.linear_attention` has calls of many tokens, and records."""
-    if not tensor_core:
-        return False
-    return x.beta is None or takes_chunks(padded_size(x.q.shape[2]), x.by_channel, x.q.get_device())
+    if not tensor_core or x.beta is None:
+        return tensor_core and not x.by_channel
+    return takes_chunks(padded_size(x.q.shape[2]), x.by_channel, x.q.get_device())
 
 
 def _run(

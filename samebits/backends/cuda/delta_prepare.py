@@ -83,7 +83,6 @@ def prepare(
 ) -> Prepared:
     """All of a call; with `systems` for ``delta_chunks.cu``, else for ``delta.cu``."""
     assert x.g is not None
-    assert x.beta is not None
     device, dtype, keep = x.q.get_device(), x.q.dtype, records is not None
     q, k, g = map(dense, (x.q, x.k, x.g))
     (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
@@ -108,6 +107,7 @@ def prepare(
     own = layout("delta", heads, key_size, size, dtype, True)
     given: tuple[int, ...] = ()
     if systems:
+        assert x.beta is not None
         given = *map(address, (x.beta, found.counts, found.systems, found.scores)), *x.beta.stride()
     kernel.launch(
         (places, heads, 1),

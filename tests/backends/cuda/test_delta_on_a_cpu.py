@@ -149,6 +149,7 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *zip(FORMS, SCHEDULES * 4, strict=True),
         (FORMS[3], SCHEDULES[0]),
+        ((torch.bfloat16, True, False, "channels", 1, 2, 32, 24), SCHEDULES[1]),
         *((ODD, schedule) for schedule in SCHEDULES),
     ],
     ids=str,
