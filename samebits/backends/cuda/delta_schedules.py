@@ -201,23 +201,27 @@ class DeltaChunks:
     """How the kernel goes through the chunks that has updates and results of the delta rule, too.
 
     Attributes:
-        warps: in a block, of 16 columns of values each; as many more compute results.
+        warps: in a block, of 16 columns of values each; as many more compute results, half as many solve.
         stages: chunks in shared memory: at least 3.
     """
 
     warps: int
     stages: int = 3
 
+    @property
+    def threads(self) -> int:
+        """Of a block, with those that copy."""
+        return 32 * (2 * self.warps + 2 + -(-self.warps // 2))
+
     def memory(self, key_size: int, keep: bool = False, by_channel: bool = False) -> int:
         """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types; `keep` is for gradients."""
         rows = 2 * CHUNK * (key_size + 8)
         of_keys = rows + system_bytes(by_channel) + ((rows + 4 * key_size) if by_channel else 0)
-        of_warp = 4 * 16 * 20 + 2 * 16 * key_size
+        of_warp = 4 * 16 * (CHUNK + 4) + 2 * 2 * 16 * key_size
         if keep:
-            of_warp += 2 * 4 * (key_size // 8 * 136 + 16 + 16 * (CHUNK + 4))
+            of_warp = 2 * 4 * (key_size // 8 * 136 + 16 + 16 * (CHUNK + 4))
         else:
             of_keys += rows + SCORE_BYTES
-            of_warp += 2 * 16 * key_size
         of_values = self.stages * 2 * CHUNK * (16 * self.warps + 8)
         return (self.stages - by_channel) * of_keys + of_values + self.warps * of_warp
 

@@ -64,7 +64,7 @@ def kernel_spec(
     `key_size` is a multiple of 16; rows have weights if `weighted`; `keep` is for gradients; channels have
     decays of their own if `by_channel`, with a schedule of whole chunks alone.
     """
-    name, warps, smem, helpers = "", _BEGINNING, 0, 0
+    name, warps, smem, threads = "", _BEGINNING, 0, 32 * _BEGINNING
     more: tuple[tuple[str, int | str], ...] = (("WEIGHTED", int(weighted)),)
     if isinstance(part, str):
         name = part
@@ -72,7 +72,7 @@ def kernel_spec(
             smem = CHUNK * (2 * (2 - keep) * (key_size + 8) + 8)
             more = (("KEEP", int(keep)),)
     else:
-        warps = part.warps
+        warps, threads = part.warps, 32 * part.warps
         more += (("STAGES", part.stages),)
         if isinstance(part, LinearStates):
             name, smem = "linear_states", part.memory(key_size, weighted)
@@ -81,7 +81,7 @@ def kernel_spec(
             name, smem = "linear_rows", part.memory(key_size, weighted)
             more += (("TILE", part.tile),)
         else:
-            name, helpers, smem = "delta_chunks", warps, part.memory(key_size, keep, by_channel)
+            name, threads, smem = "delta_chunks", part.threads, part.memory(key_size, keep, by_channel)
             more = (("STAGES", part.stages), ("KEEP", int(keep)), ("BY_CHANNEL", int(by_channel)))
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("WARPS", warps)),
@@ -89,7 +89,7 @@ def kernel_spec(
     )
     params = _PARAMS + (_GRADIENTS if name == "linear_states" and keep else "P" if by_channel else "")
     return compiler.KernelSpec(
-        *(f"{name}.cu", name, params, constants), block=32 * (warps + helpers), smem=smem, oldest=SM_80
+        *(f"{name}.cu", name, params, constants), block=threads, smem=smem, oldest=SM_80
     )
 
 

@@ -1,15 +1,17 @@
 // The delta rule, the second of two launches: updates, results, and the matrix from chunk to chunk. The first is
 // delta_begin.cu, or with a decay for each channel delta_prepare.cu.
 //
-// docs/contract.md, "Recurrent layers", has the sums. A block takes 16 columns of values for each of WARPS warps, of one head
-// in one sequence, and goes through the chunks in order. A warp needs nothing of others: it has its columns' part of
-// the matrix in registers, transposed, with all channels of keys, and solves their triangular systems, one block of 16
-// rows after the other. While it solves one, tensor cores have what does not wait for that: what the next block reads
-// of the matrix, and what the last one adds to it. Updates take the place of values in shared memory.
+// docs/contract.md, "Recurrent layers", has the sums. A block takes 16 columns of values for each of WARPS warps, of one
+// head in one sequence, and goes through the chunks in order. A chunk's latency is what counts, so warps have roles:
 //
-// As many more warps copy the next chunk's operands, and compute the results of the chunk before: of its matrix,
-// rounded, and its updates. Results take the place of updates. For gradients they store what was of that chunk: its
-// matrix and z are handed to them in shared memory, so that a warp that goes through the chunks stores nothing itself.
+//   matrix   A warp has its columns' part of the matrix in registers, transposed, with all channels of keys. It finds
+//            what a chunk's keys read of it, a block of 16 rows after the other, and adds each block's updates.
+//   solvers  A warp solves the triangular systems of two such warps' columns, one for each lane. Updates take the place of
+//            values in shared memory. The three warps tell each other by barriers what is there.
+//   results  As many warps as have the matrix compute the results of the chunk before: of its matrix, rounded, and its
+//            updates. Results take the place of updates. For gradients they store what was of that chunk: its matrix and
+//            z are handed to them in shared memory.
+//   HELPERS  Warps that copy the operands of chunks to come.
 //
 // With a decay for each channel, keys and queries come times their decays, so that nothing of this kernel is scaled but
 // the matrix.
@@ -18,21 +20,26 @@
 //   STAGES  chunks in shared memory, at least 3
 
 #define WEIGHTED 0
-#define HELPERS WARPS
+#define HELPERS 2
 #define SYSTEMS 1
 #include "linear_part.cuh"
+#include "named_barriers.cuh"
 
 constexpr int TILE = 16 * WARPS, STEPS = KEY_SIZE / 16, VALUES = TILE + PAD;
 constexpr int AHEAD = STAGES - 2;  // chunks on their way
 // Chunks whose keys are in shared memory, and whose queries are. With a decay for each channel these are copied when their
 // results are next, and keys are not needed for them.
 constexpr int KEPT_KEYS = BY_CHANNEL ? STAGES - 1 : STAGES;
-constexpr int LINE = 20;  // floats of a column of z, padded
-static_assert(STEPS <= 8, "between a block's rows is room for so many steps");
+constexpr int Z_LINE = CHUNK + 4;  // floats of a column of z, padded
+// Warps of the matrix that share a solver, and these; columns of a solver; threads that meet at the barriers of these.
+constexpr int SHARED = WARPS == 1 ? 1 : 2, SOLVERS = WARPS / SHARED, SOLVED = 16 * SHARED,
+              MET = 32 * (SHARED + 1);
+constexpr int FIRST_RESULT = 32 * (WARPS + HELPERS), FIRST_SOLVER = FIRST_RESULT + THREADS;
+constexpr int ALL = FIRST_SOLVER + 32 * SOLVERS;
 
-// What helpers store of a chunk for gradients.
+// What is stored of a chunk for gradients.
 struct Kept {
-    static constexpr int TILE_LINE = 136, Z_LINE = CHUNK + 4;  // in floats
+    static constexpr int TILE_LINE = 136;  // in floats
     // The matrix at its start, as it lies in registers, padded so that columns are read without conflicts of banks; and z,
     // [column, row].
     float matrix[WARPS][STEPS * 2 * TILE_LINE + 16], z[WARPS][16 * Z_LINE];
@@ -54,12 +61,11 @@ struct Memory {
     float over_chunk[KEPT_KEYS][KEY_SIZE];
 #endif
     System systems[KEPT_KEYS];
-    float z[WARPS][16 * LINE];
-    uint4 matrix[2 - KEEP][WARPS]
-                [STEPS * 32];  // of this chunk and the one before, as left operands of 16 x 16
 #if KEEP
     Kept kept[2];  // of this chunk and the one before
 #else
+    float z[WARPS][16 * Z_LINE];         // [column, row]
+    uint4 matrix[2][WARPS][STEPS * 32];  // of this chunk and the one before, as left operands of 16 x 16
     Stored queries[KEPT_KEYS][CHUNK * KEYS];
     QueryScores scores[KEPT_KEYS];
 #endif
@@ -71,21 +77,15 @@ __device__ __forceinline__ void step(float (&acc)[2][4], const u32 (&left)[4], c
     mma_m16n8k16<TYPE == BF16>(acc[1], left, right + 2);
 }
 
-__device__ __forceinline__ void unpack(u32 (&to)[4], const uint4& from) {
-    to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
-}
-
-// What a warp needs of a chunk.
+// What warps of the matrix and solvers need of a chunk. `values` and `z` are of their columns.
 struct Chunk {
     const Stored *keys, *written;  // which read the matrix, and which are written to it
     const float* over_chunk;       // what is left of the matrix, or of each of its channels
-    Stored* values;                // of this warp's columns
+    Stored* values;
     const System& system;
     float* z;
     int first, count;  // rows that are tokens of this call
-#if KEEP
-    float* kept;  // z of all rows, of this warp's columns
-#endif
+    int barrier;       // the first of their seven: three for what was read, four for updates of blocks
 
     // What steps of 16 channels take of a block's keys as right operands: to read the matrix, and to write it.
     __device__ __forceinline__ void readers(u32 (&right)[4], int block, int step) const {
@@ -95,148 +95,168 @@ struct Chunk {
         ldmatrix_x4<true>(right, by_rows(written + block * 16 * KEYS + step * 16, KEYS));
     }
 
-    // A step of what a block adds to the matrix. The first comes to what is left of the chunk's start.
-    __device__ __forceinline__ void write(float (&c)[2][4], int x, const u32 (&updates)[4],
-                                          const u32 (&right)[4], int block) const {
-#if BY_CHANNEL
-        const float* of_lane = over_chunk + x * 16 + threadIdx.x % 4 * 2;
+    // A block's rows of 16 columns of values, or of what has taken their place, as left operand.
+    __device__ __forceinline__ void rows(u32 (&left)[4], int block, int column) const {
+        ldmatrix_x4<true>(left, by_columns(values + block * 16 * VALUES + column, VALUES));
+    }
+
+    // Calls `f` with pairs of rows of 16 columns of a block in z, and with the sums of a step at their place.
+    template <class F>
+    static __device__ __forceinline__ void each(float* z, float (&acc)[2][4], const F& f) {
+        z += threadIdx.x % 32 / 4 * Z_LINE + threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int half = 0; block == 0 && half < 2; ++half) {
-            const float2 decays = *reinterpret_cast<const float2*>(of_lane + half * 8);
+        for (int x = 0; x < 4; ++x)
+            f(*reinterpret_cast<float2*>(z + x % 2 * 8 * Z_LINE + x / 2 * 8), acc[x / 2] + x % 2 * 2);
+    }
+    static __device__ __forceinline__ void put(float* z, float (&acc)[2][4]) {
+        each(z, acc, [](float2& to, const float* c) { to = make_float2(c[0], c[1]); });
+    }
+
+    // z of COUNT blocks without updates: values, and what is read of the matrix.
+    template <int COUNT>
+    __device__ __forceinline__ void read(const u32 (&matrix)[STEPS][4], int block) const {
+        float acc[COUNT][2][4] = {};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) c[half][i] = __fmul_rn(c[half][i], i % 2 ? decays.y : decays.x);
-        }
-#else
+        for (int x = 0; x < STEPS; ++x)
 #pragma unroll
-        for (int i = 0; block == 0 && i < 8; ++i) c[i / 4][i % 4] = __fmul_rn(c[i / 4][i % 4], *over_chunk);
+            for (int n = 0; n < COUNT; ++n) {
+                u32 right[4];
+                readers(right, block + n, x);
+                step(acc[n], matrix[x], right);
+            }
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+            const int row0 = (block + n) * 16;
+            u32 value[4];
+            rows(value, block + n, 0);
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                float (&c)[4] = acc[n][x];
+#if !BY_CHANNEL
+                const float* of_row = system.since + row0 + x * 8 + threadIdx.x % 4 * 2;
+                const float2 since = *reinterpret_cast<const float2*>(of_row);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) c[i] = __fmul_rn(c[i], i % 2 ? since.y : since.x);
 #endif
-        step(c, updates, right);
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    c[i] = __fsub_rn(E::widen(Stored(value[x * 2 + i / 2] >> i % 2 * 16)), c[i]);
+            }
+            put(z + row0, acc[n]);
+        }
     }
 
-    // A block's rows of values, or what has taken their place, as left operand.
-    __device__ __forceinline__ void rows(u32 (&left)[4], int block) const {
-        ldmatrix_x4<true>(left, by_columns(values + block * 16 * VALUES, VALUES));
+    // Carries the matrix on, to the chunk's end. `rounded` gets that of its start, if it is wanted.
+    __device__ __forceinline__ void carry(Part<STEPS>& part, uint4* rounded) const {
+        u32 matrix[STEPS][4];
+#pragma unroll
+        for (int x = 0; x < STEPS; ++x) {
+            part.rounded(x, matrix[x]);
+            if (rounded)
+                rounded[x * 32 + threadIdx.x % 32] =
+                    make_uint4(matrix[x][0], matrix[x][1], matrix[x][2], matrix[x][3]);
+        }
+        read<1>(matrix, 0), arrive_at<MET>(barrier);
+        read<1>(matrix, 1), arrive_at<MET>(barrier + 1);
+        read<2>(matrix, 2), arrive_at<MET>(barrier + 2);
+#pragma unroll
+        for (int x = 0; x < STEPS * 8; ++x) {
+            float& c = part.c[x / 8][x / 4 % 2][x % 4];
+            const int d = x / 4 * 8 + threadIdx.x % 4 * 2 + x % 2;
+            c = __fmul_rn(c, over_chunk[BY_CHANNEL ? d : 0]);
+        }
+#pragma unroll
+        for (int block = 0; block < 4; ++block) {
+            u32 right[STEPS][4], updates[4];
+#pragma unroll
+            for (int x = 0; x < STEPS; ++x) writers(right[x], block, x);
+            wait_for<MET>(barrier + 3 + block);
+            rows(updates, block, 0);
+#if !BY_CHANNEL
+            scale_pairs(updates, system.left + block * 16);
+#endif
+#pragma unroll
+            for (int x = 0; x < STEPS; ++x) step(part.c[x], updates, right[x]);
+        }
     }
 
-    // Solves a block's rows, from what it and the blocks before leave of z. Two lanes have the same column. After each
-    // row comes `between`. If not all rows are tokens of this call, values have the others' updates: those that the
-    // state had, or zeros.
-    template <bool WHOLE, class F>
-    __device__ __forceinline__ void solve(int block, const F& between) const {
-        const int lane = threadIdx.x % 32, column = lane % 16, half = lane / 16, row0 = block * 16;
+    // Takes earlier blocks' updates, times their weights, from z of a block.
+    __device__ __forceinline__ void take_out_earlier(int block) const {
+        float acc[SHARED][2][4];
+#pragma unroll
+        for (int x = 0; x < SHARED; ++x)
+            each(z + x * 16 * Z_LINE + block * 16, acc[x],
+                 [](const float2& from, float* c) { c[0] = from.x, c[1] = from.y; });
+#pragma unroll
+        for (int j = 0; j < block; ++j) {
+            const uint4 weights = system.earlier[block * (block - 1) / 2 + j][threadIdx.x % 32];
+            const u32 right[4] = {weights.x, weights.y, weights.z, weights.w};
+#pragma unroll
+            for (int x = 0; x < SHARED; ++x) {
+                u32 left[4];
+                rows(left, j, x * 16);
+                step(acc[x], left, right);
+            }
+        }
+#pragma unroll
+        for (int x = 0; x < SHARED; ++x) put(z + x * 16 * Z_LINE + block * 16, acc[x]);
+        __syncwarp();
+    }
+
+    // Solves a block's rows, a column by each lane. If not all rows are tokens of this call, values have the others'
+    // updates: those that the state had, or zeros.
+    template <bool WHOLE>
+    __device__ __forceinline__ void solve(int block) const {
+        const int column = threadIdx.x % SOLVED, row0 = block * 16;
         const float *own = system.own[block][0], *betas = system.betas + row0;
+        float4* of_column = reinterpret_cast<float4*>(z + column * Z_LINE + row0);
         Stored* to = values + row0 * VALUES + column;
-        float y[16], u[16], weights[3][16];  // of the row, and of two more on their way
+        float y[16], by[16], u[16], weights[3][16];  // of the row, and of two more on their way
+        const auto put_four = [](float* to, const float4& from) {
+            to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
+        };
         const auto load = [&](int j) {
 #pragma unroll
-            for (int i = (j + 1) / 4 * 4; j < 15 && i < 16; i += 4) {
-                const float4 four = *reinterpret_cast<const float4*>(own + j * 16 + i);
-                float* to = weights[j % 3] + i;
-                to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-            }
+            for (int i = (j + 1) / 4 * 4; j < 15 && i < 16; i += 4)
+                put_four(weights[j % 3] + i, *reinterpret_cast<const float4*>(own + j * 16 + i));
         };
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(z + column * LINE + i);
-            y[i] = four.x, y[i + 1] = four.y, y[i + 2] = four.z, y[i + 3] = four.w;
+            put_four(y + i, of_column[i / 4]);
+            put_four(by + i, *reinterpret_cast<const float4*>(betas + i));
         }
         load(0), load(1);
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
             load(j + 2);
-            u[j] = rounded(__fmul_rn(betas[j], y[j]));
+            u[j] = rounded(__fmul_rn(by[j], y[j]));
             if (!WHOLE && (row0 + j < first || row0 + j >= count)) u[j] = E::widen(to[j * VALUES]);
 #pragma unroll
             for (int i = j + 1; i < 16; ++i) y[i] = __fmaf_rn(weights[j % 3][i], u[j], y[i]);
-#if KEEP
-            if (j % 8 == 7 && half == j / 8) {
-                float4* to = reinterpret_cast<float4*>(kept + column * Kept::Z_LINE + row0 + j - 7);
-                to[0] = make_float4(y[j - 7], y[j - 6], y[j - 5], y[j - 4]);
-                to[1] = make_float4(y[j - 3], y[j - 2], y[j - 1], y[j]);
-            }
-#endif
-            between(j);
         }
         if constexpr (!WHOLE) __syncwarp();
+        if (SOLVED == 32 || threadIdx.x % 32 < SOLVED) {
 #pragma unroll
-        for (int j = 0; j < 16; j += 2) {
-            const u32 both = E::pack(u[j], u[j + 1]);
-            to[(j + half) * VALUES] = Stored(half ? both >> 16 : both);
+            for (int j = 0; j < 16; ++j) to[j * VALUES] = E::narrow(u[j]);
+#pragma unroll
+            for (int i = 0; KEEP && i < 16; i += 4)
+                of_column[i / 4] = make_float4(y[i], y[i + 1], y[i + 2], y[i + 3]);
         }
         __syncwarp();
     }
 
-    // Carries the matrix on, to the chunk's end. `matrix` gets that of its start, rounded.
-    __device__ __forceinline__ void carry(Part<STEPS>& part, uint4* matrix) const {
-        const int lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
-        u32 left[4], right[STEPS][4], updates[4];
-        float acc[2][4] = {};
-#pragma unroll
-        for (int x = 0; x < STEPS; ++x) readers(right[x], 0, x);
-#pragma unroll
-        for (int x = 0; x < STEPS; ++x) {
-            part.rounded(x, left);
-            matrix[x * 32 + lane] = make_uint4(left[0], left[1], left[2], left[3]);
-            step(acc, left, right[x]);
-        }
+    // Updates of all blocks.
+    __device__ __forceinline__ void solve_all() const {
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
-            u32 value[4];
-            rows(value, block);
-#pragma unroll
-            for (int x = 0; x < 2; ++x) {
-#if !BY_CHANNEL
-                const float2 since =
-                    *reinterpret_cast<const float2*>(system.since + block * 16 + x * 8 + in_pair);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) acc[x][i] = __fmul_rn(acc[x][i], i % 2 ? since.y : since.x);
-#endif
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    acc[x][i] = __fsub_rn(E::widen(Stored(value[x * 2 + i / 2] >> i % 2 * 16)), acc[x][i]);
-            }
-#pragma unroll
-            for (int j = 0; j < block; ++j) {
-                u32 earlier[4], of_keys[4];
-                rows(earlier, j);
-                unpack(of_keys, system.earlier[block * (block - 1) / 2 + j][lane]);
-                step(acc, earlier, of_keys);
-            }
-#pragma unroll
-            for (int x = 0; x < 4; ++x)
-                *reinterpret_cast<float2*>(z + (in_row + x % 2 * 8) * LINE + x / 2 * 8 + in_pair) =
-                    make_float2(acc[x / 2][x % 2 * 2], acc[x / 2][x % 2 * 2 + 1]);
-            __syncwarp();
-            // Operands come a row before their step.
-            float next[2][4] = {};
-            u32 reads[4], writes[4];
-            const auto between = [&](int row) {
-                const int x = row / 2;
-                if (row % 2 == 0) {
-                    if (block < 3 && row && x <= STEPS) step(next, left, reads);
-                    if (block && x < STEPS && row < 16) writers(writes, block - 1, x);
-                } else if (x < STEPS) {
-                    if (block) write(part.c[x], x, updates, writes, block - 1);
-                    if (block < 3) unpack(left, matrix[x * 32 + lane]), readers(reads, block + 1, x);
-                }
-            };
+            if (block < 3) wait_for<MET>(barrier + block);
+            if (block) take_out_earlier(block);
             if (block * 16 >= first && block * 16 + 16 <= count)
-                solve<true>(block, between);
+                solve<true>(block);
             else
-                solve<false>(block, between);
-            between(16);
-            rows(updates, block);
-            if (block == 3)
-#pragma unroll
-                for (int x = 0; x < STEPS; ++x) writers(right[x], 3, x);
-#if !BY_CHANNEL
-            scale_pairs(updates, system.left + block * 16);
-#endif
-#pragma unroll
-            for (int i = 0; i < 8; ++i) acc[i / 4][i % 4] = next[i / 4][i % 4];
+                solve<false>(block);
+            arrive_at<MET>(barrier + 3 + block);
         }
-#pragma unroll
-        for (int x = 0; x < STEPS; ++x) write(part.c[x], x, updates, right[x], 3);
     }
 };
 
@@ -309,13 +329,13 @@ __device__ __forceinline__ void store_rows(Stored* to, i64 line, const Stored* f
 }
 
 #if KEEP
-// Stores HEIGHT rows of this block's columns, of which those from `first` to `last` - 1 exist, by helpers. `of` has an
-// element.
+// Stores HEIGHT rows of this block's columns, of which those from `first` to `last` - 1 exist, by the warps for results.
+// `of` has an element.
 template <int HEIGHT, class F>
 __device__ __forceinline__ void store_floats(float* to, int size, int first, int last, int columns,
                                              const F& of) {
-    constexpr int EACH = TILE / 4, STEP = COPIERS / EACH;  // threads of a row; rows at a time
-    const int own = copier() / EACH, e = copier() % EACH * 4;
+    constexpr int EACH = TILE / 4, STEP = THREADS / EACH;  // threads of a row; rows at a time
+    const int thread = threadIdx.x - FIRST_RESULT, own = thread / EACH, e = thread % EACH * 4;
     const bool whole = size % 4 == 0;
     to += own * size + e;
 #pragma unroll 4
@@ -334,12 +354,15 @@ __device__ __forceinline__ void store_floats(float* to, int size, int first, int
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
     const int head = blockIdx.y, sequence = blockIdx.z, first_column = blockIdx.x * TILE;
-    const int warp = threadIdx.x / 32 % WARPS;
-    const bool helps = threadIdx.x >= THREADS;
+    const int storer = threadIdx.x - FIRST_RESULT;  // of the warps for results
+    const bool carries = threadIdx.x < THREADS, copies = !carries && storer < 0;
+    const bool solves = threadIdx.x >= FIRST_SOLVER, stores = storer >= 0 && !solves;
+    // Which 16 columns are a warp's, or the first ones.
+    const int warp = solves ? (storer - THREADS) / 32 * SHARED : (stores ? storer : int(threadIdx.x)) / 32;
     const Chunks mine(p, sequence, rows_before(p, sequence));
     const int chunks = mine.number();
     const i64 place = first_chunk(mine.begin, sequence), own = i64(head) * p.key_size * p.size;
@@ -353,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
     };
     const auto load_queries = [&](int chunk) {
 #if !KEEP
-        if (!helps || chunk < 0 || chunk >= chunks) return;
+        if (chunk < 0 || chunk >= chunks) return;
         const int stage = chunk % KEPT_KEYS;
 #if BY_CHANNEL
         const i64 index = record_of(chunk);
@@ -370,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
     };
     const auto load = [&](int chunk) {
         load_queries(BY_CHANNEL ? chunk - 1 : chunk);
-        if (!helps || chunk >= chunks) return;
+        if (chunk >= chunks) return;
         const int stage = chunk % KEPT_KEYS, first = mine.first(chunk), count = mine.count(chunk);
         const i64 token = mine.token(chunk);
 #if BY_CHANNEL
@@ -401,29 +424,57 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
     part.first_key = 0, part.first_column = first_column + warp * 16;
     const int columns = p.size - part.first_column;  // that exist, of this warp's
     const i64 of_sequence = sequence * i64(p.heads) * p.key_size * p.size + own;
-    if (!helps) part.read(p, state ? state + p.matrix + own : p.initial ? p.initial + of_sequence : nullptr);
+    if (carries) part.read(p, state ? state + p.matrix + own : p.initial ? p.initial + of_sequence : nullptr);
 
-    for (int chunk = 0; chunk < AHEAD; ++chunk) {
+    for (int chunk = 0; copies && chunk < AHEAD; ++chunk) {
         load(chunk);
         cp_async_commit();
     }
     for (int n = 0; n <= chunks; ++n) {
-        cp_async_wait<AHEAD - 1>();
+        if (copies) cp_async_wait<AHEAD - 1>();
         __syncthreads();
-        load(n + AHEAD);
-        cp_async_commit();
-        const int chunk = n - helps, stage = chunk % KEPT_KEYS;
+        if (copies) {
+            load(n + AHEAD);
+            cp_async_commit();
+            continue;
+        }
+        const int chunk = n - stores, stage = chunk % KEPT_KEYS;
         if (chunk < 0 || chunk == chunks) continue;
         const int first = mine.first(chunk), count = mine.count(chunk);
+        const bool stays = updates_state && chunk == chunks - 1;  // open
         Stored* values = m.values[chunk % STAGES] + warp * 16;
-        uint4* matrix = m.matrix[KEEP ? 0 : chunk % 2][warp];
-#if BY_CHANNEL
-        const Stored *keys = m.keys[stage], *written = m.written[stage];
-        const float* over_chunk = m.over_chunk[stage];
+        if (!stores) {
+#if KEEP
+            Kept& kept = m.kept[chunk % 2];
+            float* z = kept.z[warp];
+            uint4* rounded = nullptr;
+#pragma unroll
+            for (int x = 0; carries && x < STEPS * 2; ++x) {
+                const float (&c)[4] = part.c[x / 2][x % 2];
+                *reinterpret_cast<float4*>(kept.matrix[warp] + Kept::place(x, threadIdx.x % 32)) =
+                    make_float4(c[0], c[1], c[2], c[3]);
+            }
 #else
-        const Stored *keys = m.keys[stage], *written = keys;
-        const float* over_chunk = m.systems[stage].since + CHUNK - 1;
+            float* z = m.z[warp];
+            uint4* rounded = m.matrix[chunk % 2][warp];
 #endif
+#if BY_CHANNEL
+            const Stored *keys = m.keys[stage], *written = m.written[stage];
+            const float* over_chunk = m.over_chunk[stage];
+#else
+            const Stored *keys = m.keys[stage], *written = keys;
+            const float* over_chunk = m.systems[stage].since + CHUNK - 1;
+#endif
+            const int barrier = 1 + warp / SHARED * 7;
+            const Chunk mine{keys, written, over_chunk, values, m.systems[stage], z, first, count, barrier};
+            if (carries) {
+                if (stays && chunk) part.write(p, state + p.matrix + own, false);
+                mine.carry(part, rounded);
+            } else {
+                mine.solve_all();
+            }
+            continue;
+        }
         const auto copy_keys = [&](Stored* to, int first) {
 #if BY_CHANNEL
             const i64 line = p.k_token;
@@ -435,56 +486,36 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
             const u64 places = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | u64(line) * SIZE;
             const bool whole = places % 16 == 0 && p.key_size % 8 == 0;
 #pragma unroll 4
-            for (int x = copier(); whole && x < CHUNK * (KEY_SIZE / 8); x += COPIERS) {
+            for (int x = storer; whole && x < CHUNK * (KEY_SIZE / 8); x += THREADS) {
                 const int i = x / (KEY_SIZE / 8), d = x % (KEY_SIZE / 8) * 8;
                 if (i >= first && i < count && d < p.key_size)
                     *reinterpret_cast<uint4*>(to + i * p.key_size + d) =
                         *reinterpret_cast<const uint4*>(from + i * line + d);
             }
-            for (int x = first * p.key_size + copier(); !whole && x < count * p.key_size; x += COPIERS)
+            for (int x = first * p.key_size + storer; !whole && x < count * p.key_size; x += THREADS)
                 to[x] = from[x / p.key_size * line + x % p.key_size];
         };
 #if KEEP
-        Kept& kept = m.kept[chunk % 2];
-        if (helps) {
-            if (chunk < full) continue;
-            const Record record(p.records, record_of(chunk), p.key_size, p.size);
-            const int columns = p.size - first_column;
-            store_floats<KEY_SIZE>(record.matrix + first_column, p.size, 0, p.key_size, columns,
-                                   [&](int d, int e) { return kept.of_matrix(d, e); });
-            store_floats<CHUNK>(record.z + first_column, p.size, first, count, columns,
-                                [&](int i, int e) { return kept.of_z(i, e); });
-            uint4* rights = record.rights + part.first_column / 16 * 32 + threadIdx.x % 32;
+        if (chunk < full) continue;
+        const Kept& kept = m.kept[chunk % 2];
+        const Record record(p.records, record_of(chunk), p.key_size, p.size);
+        store_floats<KEY_SIZE>(record.matrix + first_column, p.size, 0, p.key_size, p.size - first_column,
+                               [&](int d, int e) { return kept.of_matrix(d, e); });
+        store_floats<CHUNK>(record.z + first_column, p.size, first, count, p.size - first_column,
+                            [&](int i, int e) { return kept.of_z(i, e); });
+        uint4* rights = record.rights + part.first_column / 16 * 32 + threadIdx.x % 32;
 #pragma unroll 4
-            for (int x = 0; part.first_column < p.size && x < STEPS; ++x) {
-                const float* from = kept.matrix[warp] + Kept::place(2 * x, threadIdx.x % 32);
-                const float4 low = *reinterpret_cast<const float4*>(from);
-                const float4 high = *reinterpret_cast<const float4*>(from + Kept::TILE_LINE);
-                const u32 left[4] = {E::pack(low.x, low.y), E::pack(low.z, low.w), E::pack(high.x, high.y),
-                                     E::pack(high.z, high.w)};
-                rights[x * ((p.size + 15) / 16) * 32] = turned(left, p.size - part.first_column);
-            }
-            store_rows(record.updates + part.first_column, p.size, values, 0, count,
-                       p.size - part.first_column);
-            if (!BY_CHANNEL && first_column == 0) copy_keys(record.keys, 0);
-            continue;
+        for (int x = 0; columns > 0 && x < STEPS; ++x) {
+            const float* from = kept.matrix[warp] + Kept::place(2 * x, threadIdx.x % 32);
+            const float4 low = *reinterpret_cast<const float4*>(from);
+            const float4 high = *reinterpret_cast<const float4*>(from + Kept::TILE_LINE);
+            const u32 left[4] = {E::pack(low.x, low.y), E::pack(low.z, low.w), E::pack(high.x, high.y),
+                                 E::pack(high.z, high.w)};
+            rights[x * ((p.size + 15) / 16) * 32] = turned(left, columns);
         }
-#pragma unroll
-        for (int x = 0; x < STEPS * 2; ++x) {
-            const float (&c)[4] = part.c[x / 2][x % 2];
-            *reinterpret_cast<float4*>(kept.matrix[warp] + Kept::place(x, threadIdx.x % 32)) =
-                make_float4(c[0], c[1], c[2], c[3]);
-        }
-        Chunk{keys, written, over_chunk, values, m.systems[stage], m.z[warp], first, count, kept.z[warp]}
-            .carry(part, matrix);
+        store_rows(record.updates + part.first_column, p.size, values, 0, count, columns);
+        if (!BY_CHANNEL && first_column == 0) copy_keys(record.keys, 0);
 #else
-        const bool stays = updates_state && chunk == chunks - 1;  // open
-        if (!helps) {
-            if (stays && chunk) part.write(p, state + p.matrix + own, false);
-            Chunk{keys, written, over_chunk, values, m.systems[stage], m.z[warp], first, count}.carry(part,
-                                                                                                      matrix);
-            continue;
-        }
         if (stays) {
             Stored* updates = reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
             store_rows(updates + part.first_column, p.size, values, first, count, columns);
@@ -495,19 +526,20 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 1) delta_chunks(const 
             const float* decays = p.prepared[record_of(chunk)].decays[0];
             float* to = state + p.decays_at + i64(head) * CHUNK * p.key_size;
 #pragma unroll 4
-            for (int x = first * KEY_SIZE + copier(); x < count * KEY_SIZE; x += COPIERS)
+            for (int x = first * KEY_SIZE + storer; x < count * KEY_SIZE; x += THREADS)
                 if (x % KEY_SIZE < p.key_size) to[x / KEY_SIZE * p.key_size + x % KEY_SIZE] = decays[x];
 #else
-            for (int i = first + copier(); i < count; i += COPIERS)
+            for (int i = first + storer; i < count; i += THREADS)
                 state[p.decays_at + head * CHUNK + i] = m.systems[stage].sums[i];
 #endif
-            if (head == 0 && copier() == 0) state[0] = float(count);
+            if (head == 0 && storer == 0) state[0] = float(count);
         }
-        find_results(m.queries[stage], values, matrix, m.scores[stage], m.systems[stage], p.scale);
+        find_results(m.queries[stage], values, m.matrix[chunk % 2][warp], m.scores[stage], m.systems[stage],
+                     p.scale);
         const i64 line = i64(p.heads) * p.size;
         store_rows(p.out + mine.token(chunk) * line + i64(head) * p.size + part.first_column, line, values,
                    first, count, columns);
 #endif
     }
-    if (p.closed && !helps) part.write(p, p.closed + of_sequence, true);
+    if (p.closed && carries) part.write(p, p.closed + of_sequence, true);
 }
