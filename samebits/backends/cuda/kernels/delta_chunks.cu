@@ -203,36 +203,37 @@ struct Chunk {
         __syncwarp();
     }
 
+    // Asks for a block's weights of row j. It takes longer to get them than to solve a row: NEXT rows are on their way.
+    static constexpr int NEXT = WARPS > 2 ? 3 : 8;  // more warps have fewer registers
+    __device__ __forceinline__ void load_weights(float (&weights)[16][16], int block, int j) const {
+#pragma unroll
+        for (int i = (j + 1) / 4 * 4; j < 15 && i < 16; i += 4)
+            put_four(weights[j] + i, *reinterpret_cast<const float4*>(system.own[block][j] + i));
+    }
+    static __device__ __forceinline__ void put_four(float* to, const float4& from) {
+        to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
+    }
+
     // Solves a block's rows, a column by each lane. If not all rows are tokens of this call, values have the others'
     // updates: those that the state had, or zeros.
     template <bool WHOLE>
-    __device__ __forceinline__ void solve(int block) const {
+    __device__ __forceinline__ void solve(float (&weights)[16][16], int block) const {
         const int column = threadIdx.x % SOLVED, row0 = block * 16;
-        const float *own = system.own[block][0], *betas = system.betas + row0;
         float4* of_column = reinterpret_cast<float4*>(z + column * Z_LINE + row0);
         Stored* to = values + row0 * VALUES + column;
-        float y[16], by[16], u[16], weights[3][16];  // of the row, and of two more on their way
-        const auto put_four = [](float* to, const float4& from) {
-            to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
-        };
-        const auto load = [&](int j) {
-#pragma unroll
-            for (int i = (j + 1) / 4 * 4; j < 15 && i < 16; i += 4)
-                put_four(weights[j % 3] + i, *reinterpret_cast<const float4*>(own + j * 16 + i));
-        };
+        float y[16], betas[16], u[16];
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
             put_four(y + i, of_column[i / 4]);
-            put_four(by + i, *reinterpret_cast<const float4*>(betas + i));
+            put_four(betas + i, *reinterpret_cast<const float4*>(system.betas + row0 + i));
         }
-        load(0), load(1);
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-            load(j + 2);
-            u[j] = rounded(__fmul_rn(by[j], y[j]));
+            u[j] = rounded(__fmul_rn(betas[j], y[j]));
             if (!WHOLE && (row0 + j < first || row0 + j >= count)) u[j] = E::widen(to[j * VALUES]);
 #pragma unroll
-            for (int i = j + 1; i < 16; ++i) y[i] = __fmaf_rn(weights[j % 3][i], u[j], y[i]);
+            for (int i = j + 1; i < 16; ++i) y[i] = __fmaf_rn(weights[j][i], u[j], y[i]);
+            if (j + NEXT < 16) load_weights(weights, block, j + NEXT);
         }
         if constexpr (!WHOLE) __syncwarp();
         if (SOLVED == 32 || threadIdx.x % 32 < SOLVED) {
@@ -249,12 +250,15 @@ struct Chunk {
     __device__ __forceinline__ void solve_all() const {
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
+            float weights[16][16];
+#pragma unroll
+            for (int j = 0; j < NEXT; ++j) load_weights(weights, block, j);
             if (block < 3) wait_for<MET>(barrier + block);
             if (block) take_out_earlier(block);
             if (block * 16 >= first && block * 16 + 16 <= count)
-                solve<true>(block);
+                solve<true>(weights, block);
             else
-                solve<false>(block);
+                solve<false>(weights, block);
             arrive_at<MET>(barrier + 3 + block);
         }
     }
@@ -432,6 +436,7 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
     }
     for (int n = 0; n <= chunks; ++n) {
         if (copies) cp_async_wait<AHEAD - 1>();
+        wait_for<ALL>(15);  // racecheck loses hold of this, where warps have met at barriers of their own
         __syncthreads();
         if (copies) {
             load(n + AHEAD);
