@@ -404,19 +404,32 @@ struct Block {
         Stored* z = m.of_z[chunk % 2][group];
 #pragma unroll 1
         for (int block = (chunks.count(chunk) - 1) / 16, last = block; block >= 0; --block) {
-            float u[16], mine[16];
+            float u[16], mine[16], weights[16][16];
+            // It takes longer to get weights than to solve a row: with registers for it, NEXT rows' are on their way.
+            constexpr int NEXT = AHEAD ? 8 : 0;
+            const float4* own = reinterpret_cast<const float4*>(scores.own[block]);
+            const auto load = [&](int i) {
+#pragma unroll
+                for (int j = 0; j < i; j += 4) {
+                    const float4 four = own[i * 4 + j / 4];
+                    float* to = weights[i] + j;
+                    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+                }
+            };
+#pragma unroll
+            for (int i = 0; i < NEXT; ++i) load(15 - i);
             if (block < last) {  // by the rows of later blocks, ascending; of the next one they came last
                 constexpr int LATER = BLOCKS_OF_ROWS - 1;
                 Strip<1> sums[2];
                 u32 left[LATER][2][4];
-                uint4 weights[LATER];
+                uint4 rights[LATER];
 #pragma unroll
                 for (int n = 0; n < LATER; ++n) {
                     const int i = min(block + 1 + n, last);
-                    weights[n] = scores.weights[Scores::below(i, block)][lane];
+                    rights[n] = scores.weights[Scores::below(i, block)][lane];
 #if BY_CHANNEL  // whose k are the keys
-                    weights[n] = make_uint4(transposed(weights[n].x), transposed(weights[n].z),
-                                            transposed(weights[n].y), transposed(weights[n].w));
+                    rights[n] = make_uint4(transposed(rights[n].x), transposed(rights[n].z),
+                                           transposed(rights[n].y), transposed(rights[n].w));
 #endif
 #pragma unroll
                     for (int x = 0; x < 2; ++x)
@@ -433,7 +446,7 @@ struct Block {
                 for (int n = 0; n < LATER; ++n)
                     if (block + 1 + n <= last)
 #pragma unroll
-                        for (int x = 0; x < 2; ++x) sums[x].add(0, left[n][x], weights[n]);
+                        for (int x = 0; x < 2; ++x) sums[x].add(0, left[n][x], rights[n]);
 #pragma unroll
                 for (int x = 0; x < 2; ++x)
                     sums[x].each([&](int j, int e, const float* c) {
@@ -452,15 +465,14 @@ struct Block {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 betas[i] = reinterpret_cast<const float4*>(scores.betas + block * 16)[i];
-            const float4* own = reinterpret_cast<const float4*>(scores.own[block]);
 #pragma unroll
             for (int i = 15; i >= 0; --i) {
+                if (!AHEAD) load(i);
                 mine[i] = rounded(__fmul_rn(u[i], part_of(betas[i / 4], i % 4)));
 #pragma unroll
-                for (int j = 0; j < i; ++j) {
-                    const float weight = part_of(own[i * 4 + j / 4], j % 4);
-                    u[j] = __fmaf_rn(BY_CHANNEL ? -weight : weight, mine[i], u[j]);
-                }
+                for (int j = 0; j < i; ++j)
+                    u[j] = __fmaf_rn(BY_CHANNEL ? -weights[i][j] : weights[i][j], mine[i], u[j]);
+                if (AHEAD && i >= NEXT) load(i - NEXT);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i)
