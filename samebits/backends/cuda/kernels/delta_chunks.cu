@@ -85,7 +85,7 @@ struct Chunk {
     const System& system;
     float* z;
     int first, count;  // rows that are tokens of this call
-    int barrier;       // the first of their seven: three for what was read, four for updates of blocks
+    int barrier;
 
     // What steps of 16 channels take of a block's keys as right operands: to read the matrix, and to write it.
     __device__ __forceinline__ void readers(u32 (&right)[4], int block, int step) const {
@@ -156,29 +156,38 @@ struct Chunk {
                 rounded[x * 32 + threadIdx.x % 32] =
                     make_uint4(matrix[x][0], matrix[x][1], matrix[x][2], matrix[x][3]);
         }
-        read<1>(matrix, 0), arrive_at<MET>(barrier);
-        read<1>(matrix, 1), arrive_at<MET>(barrier + 1);
-        read<2>(matrix, 2), arrive_at<MET>(barrier + 2);
+        read<1>(matrix, 0), meet();
+        read<1>(matrix, 1), meet();
 #pragma unroll
         for (int x = 0; x < STEPS * 8; ++x) {
             float& c = part.c[x / 8][x / 4 % 2][x % 4];
             const int d = x / 4 * 8 + threadIdx.x % 4 * 2 + x % 2;
             c = __fmul_rn(c, over_chunk[BY_CHANNEL ? d : 0]);
         }
-#pragma unroll
-        for (int block = 0; block < 4; ++block) {
-            u32 right[STEPS][4], updates[4];
-#pragma unroll
-            for (int x = 0; x < STEPS; ++x) writers(right[x], block, x);
-            wait_for<MET>(barrier + 3 + block);
-            rows(updates, block, 0);
+        write(part, 0), read<2>(matrix, 2), meet();
+        write(part, 1), meet();
+        write(part, 2), meet();
+        write(part, 3);
+    }
+
+    // Adds a block's updates to the matrix.
+    __device__ __forceinline__ void write(Part<STEPS>& part, int block) const {
+        u32 updates[4];
+        rows(updates, block, 0);
 #if !BY_CHANNEL
-            scale_pairs(updates, system.left + block * 16);
+        scale_pairs(updates, system.left + block * 16);
 #endif
 #pragma unroll
-            for (int x = 0; x < STEPS; ++x) step(part.c[x], updates, right[x]);
+        for (int x = 0; x < STEPS; ++x) {
+            u32 right[4];
+            writers(right, block, x);
+            step(part.c[x], updates, right);
         }
     }
+
+    // Warps of the matrix and their solver: what one of them has done in a phase, the other goes on from in the next. In
+    // four of five phases of a chunk both have something to do.
+    __device__ __forceinline__ void meet() const { wait_for<MET>(barrier); }
 
     // Takes earlier blocks' updates, times their weights, from z of a block.
     __device__ __forceinline__ void take_out_earlier(int block) const {
@@ -253,14 +262,14 @@ struct Chunk {
             float weights[16][16];
 #pragma unroll
             for (int j = 0; j < NEXT; ++j) load_weights(weights, block, j);
-            if (block < 3) wait_for<MET>(barrier + block);
+            meet();
             if (block) take_out_earlier(block);
             if (block * 16 >= first && block * 16 + 16 <= count)
                 solve<true>(weights, block);
             else
                 solve<false>(weights, block);
-            arrive_at<MET>(barrier + 3 + block);
         }
+        meet();
     }
 };
 
@@ -470,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
             const Stored *keys = m.keys[stage], *written = keys;
             const float* over_chunk = m.systems[stage].since + CHUNK - 1;
 #endif
-            const int barrier = 1 + warp / SHARED * 7;
+            const int barrier = 1 + warp / SHARED;
             const Chunk mine{keys, written, over_chunk, values, m.systems[stage], z, first, count, barrier};
             if (carries) {
                 if (stays && chunk) part.write(p, state + p.matrix + own, false);
