@@ -211,7 +211,7 @@ class DeltaChunks:
     @property
     def threads(self) -> int:
         """Of a block, with those that copy."""
-        return 32 * (2 * self.warps + 2 + -(-self.warps // 2))
+        return 32 * (2 * self.warps + -(-self.warps // 2) + (1 if self.warps > 2 else 2))
 
     def memory(self, key_size: int, keep: bool = False, by_channel: bool = False) -> int:
         """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types; `keep` is for gradients."""

@@ -210,7 +210,7 @@ def test_every_size_of_whole_chunks_has_a_schedule_that_fits(
         assert schedules.choose_chunks(128, 128, 32, True, False, 0) == schedules.DeltaChunks(2)
         assert schedules.choose_chunks(128, 128, 256, True, False, 0) == schedules.DeltaChunks(4)
         assert schedules.choose_chunks(128, 128, 256, False, True, 0) == schedules.DeltaChunks(4)
-        assert schedules.choose_chunks(128, 128, 256, True, True, 0) == schedules.DeltaChunks(2)
+        assert schedules.choose_chunks(128, 128, 256, True, True, 0) == schedules.DeltaChunks(4)
 
 
 OF_LINEAR = list(

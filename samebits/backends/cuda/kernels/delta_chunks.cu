@@ -20,7 +20,7 @@
 //   STAGES  chunks in shared memory, at least 3
 
 #define WEIGHTED 0
-#define HELPERS 2
+#define HELPERS (WARPS > 2 ? 1 : 2)
 #define SYSTEMS 1
 #include "linear_part.cuh"
 #include "named_barriers.cuh"
@@ -87,14 +87,6 @@ struct Chunk {
     int first, count;  // rows that are tokens of this call
     int barrier;
 
-    // What steps of 16 channels take of a block's keys as right operands: to read the matrix, and to write it.
-    __device__ __forceinline__ void readers(u32 (&right)[4], int block, int step) const {
-        ldmatrix_x4<false>(right, by_columns(keys + block * 16 * KEYS + step * 16, KEYS));
-    }
-    __device__ __forceinline__ void writers(u32 (&right)[4], int block, int step) const {
-        ldmatrix_x4<true>(right, by_rows(written + block * 16 * KEYS + step * 16, KEYS));
-    }
-
     // A block's rows of 16 columns of values, or of what has taken their place, as left operand.
     __device__ __forceinline__ void rows(u32 (&left)[4], int block, int column) const {
         ldmatrix_x4<true>(left, by_columns(values + block * 16 * VALUES + column, VALUES));
@@ -112,76 +104,63 @@ struct Chunk {
         each(z, acc, [](float2& to, const float* c) { to = make_float2(c[0], c[1]); });
     }
 
-    // z of COUNT blocks without updates: values, and what is read of the matrix.
-    template <int COUNT>
+    // z of a block without updates: values, and what is read of the matrix.
     __device__ __forceinline__ void read(const u32 (&matrix)[STEPS][4], int block) const {
-        float acc[COUNT][2][4] = {};
+        u32 right[STEPS][4], value[4];
+        float acc[2][4] = {};
 #pragma unroll
         for (int x = 0; x < STEPS; ++x)
+            ldmatrix_x4<false>(right[x], by_columns(keys + block * 16 * KEYS + x * 16, KEYS));
+        rows(value, block, 0);
 #pragma unroll
-            for (int n = 0; n < COUNT; ++n) {
-                u32 right[4];
-                readers(right, block + n, x);
-                step(acc[n], matrix[x], right);
-            }
+        for (int x = 0; x < STEPS; ++x) step(acc, matrix[x], right[x]);
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) {
-            const int row0 = (block + n) * 16;
-            u32 value[4];
-            rows(value, block + n, 0);
-#pragma unroll
-            for (int x = 0; x < 2; ++x) {
-                float (&c)[4] = acc[n][x];
+        for (int x = 0; x < 2; ++x) {
 #if !BY_CHANNEL
-                const float* of_row = system.since + row0 + x * 8 + threadIdx.x % 4 * 2;
-                const float2 since = *reinterpret_cast<const float2*>(of_row);
+            const float* of_row = system.since + block * 16 + x * 8 + threadIdx.x % 4 * 2;
+            const float2 since = *reinterpret_cast<const float2*>(of_row);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) c[i] = __fmul_rn(c[i], i % 2 ? since.y : since.x);
+            for (int i = 0; i < 4; ++i) acc[x][i] = __fmul_rn(acc[x][i], i % 2 ? since.y : since.x);
 #endif
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    c[i] = __fsub_rn(E::widen(Stored(value[x * 2 + i / 2] >> i % 2 * 16)), c[i]);
-            }
-            put(z + row0, acc[n]);
+            for (int i = 0; i < 4; ++i)
+                acc[x][i] = __fsub_rn(E::widen(Stored(value[x * 2 + i / 2] >> i % 2 * 16)), acc[x][i]);
         }
+        put(z + block * 16, acc);
     }
 
-    // Carries the matrix on, to the chunk's end. `rounded` gets that of its start, if it is wanted.
+    // Carries the matrix on, to the chunk's end. `rounded` gets that of its start, if it is wanted. Keys come to registers
+    // before a meeting, for what follows it.
     __device__ __forceinline__ void carry(Part<STEPS>& part, uint4* rounded) const {
-        u32 matrix[STEPS][4];
+        u32 matrix[STEPS][4], right[STEPS][4];
 #pragma unroll
-        for (int x = 0; x < STEPS; ++x) {
-            part.rounded(x, matrix[x]);
-            if (rounded)
-                rounded[x * 32 + threadIdx.x % 32] =
-                    make_uint4(matrix[x][0], matrix[x][1], matrix[x][2], matrix[x][3]);
-        }
-        read<1>(matrix, 0), meet();
-        read<1>(matrix, 1), meet();
+        for (int x = 0; x < STEPS; ++x) part.rounded(x, matrix[x]);
+        read(matrix, 0), meet();
+        read(matrix, 1);
+#pragma unroll
+        for (int x = 0; rounded && x < STEPS; ++x)
+            rounded[x * 32 + threadIdx.x % 32] =
+                make_uint4(matrix[x][0], matrix[x][1], matrix[x][2], matrix[x][3]);
 #pragma unroll
         for (int x = 0; x < STEPS * 8; ++x) {
             float& c = part.c[x / 8][x / 4 % 2][x % 4];
             const int d = x / 4 * 8 + threadIdx.x % 4 * 2 + x % 2;
             c = __fmul_rn(c, over_chunk[BY_CHANNEL ? d : 0]);
         }
-        write(part, 0), read<2>(matrix, 2), meet();
-        write(part, 1), meet();
-        write(part, 2), meet();
-        write(part, 3);
-    }
-
-    // Adds a block's updates to the matrix.
-    __device__ __forceinline__ void write(Part<STEPS>& part, int block) const {
-        u32 updates[4];
-        rows(updates, block, 0);
+#pragma unroll
+        for (int block = 0; block < 4; ++block) {
+#pragma unroll
+            for (int x = 0; x < STEPS; ++x)
+                ldmatrix_x4<true>(right[x], by_rows(written + block * 16 * KEYS + x * 16, KEYS));
+            meet();
+            u32 updates[4];
+            rows(updates, block, 0);
 #if !BY_CHANNEL
-        scale_pairs(updates, system.left + block * 16);
+            scale_pairs(updates, system.left + block * 16);
 #endif
 #pragma unroll
-        for (int x = 0; x < STEPS; ++x) {
-            u32 right[4];
-            writers(right, block, x);
-            step(part.c[x], updates, right);
+            for (int x = 0; x < STEPS; ++x) step(part.c[x], updates, right[x]);
+            if (block == 0) read(matrix, 2), read(matrix, 3);
         }
     }
 
