@@ -166,7 +166,7 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, at: Tensor | None, silu: bool
 ) -> Tensor:
     out = _convolved(x, weight, bias, before, at)
-    return _like(activated(out, "silu") if silu else out, x)
+    return _like(activated(out, "silu") if silu and out.numel() else out, x)
 
 
 def _like(out: Tensor, x: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def _run_gradients(
     needed: list[bool],
 ) -> tuple[Tensor, ...]:
     """Of x, weight, bias and states before; none where they are not needed."""
-    if silu:
+    if silu and grad.numel():
         grad = gradient_of(grad, _operator(x, weight, bias, before, at, False), "silu")
     of_x = of_before = of_weight = of_bias = x.new_empty(0)
     if needed[0] or needed[3]:

@@ -110,10 +110,10 @@ def move_on(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu:
     out = torch.empty_like(x)
     if not x.numel():
         return out
-    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    weight, bias = _aligned(weight), None if bias is None else bias.contiguous()
     (batch, channels, tokens), kept, vector = x.shape, state.shape[2], 16 // x.itemsize
     beside = x.stride(1) == out.stride(1) == 1 and state.stride(1) == kept and state.stride(2) == 1
-    low = _low(1, x, out) | state.data_ptr() | weight.data_ptr() | address(bias)
+    low = _low(1, x, out) | state.data_ptr() | address(bias)
     if batch > 1:
         low |= state.stride(0) * x.itemsize
     if tokens > 1 or not beside or not 0 < kept <= _MOST_KEPT or channels % vector or low & 15:
@@ -159,6 +159,12 @@ def gradients(
     return grad, found, *sums
 
 
+def _aligned(weight: Tensor) -> Tensor:
+    """Dense, from a multiple of 16 bytes on: kernels read a channel's weights together."""
+    weight = weight.contiguous()
+    return weight.clone() if weight.data_ptr() & 15 else weight
+
+
 def _low(beside: int, *tensors: Tensor) -> int:
     """Bits of addresses, and of strides in bytes but for that of the dimension `beside`."""
     found = 0
@@ -184,14 +190,14 @@ def _convolved(
     if not x.numel():
         return out
     batch, channels, tokens = x.shape
-    weight = weight.contiguous()
+    weight = _aligned(weight)
     bias, at = (None if t is None else t.contiguous() for t in (bias, at))
     of_channels = x.stride(1) == out.stride(1) == 1 and channels > 1
     vector, size = (_CHANNELS, channels) if of_channels else (16 // x.itemsize, tokens)
     beside = of_channels or x.stride(2) == out.stride(2) == 1
     low = _low(1 if of_channels else 2, *(t for t in (x, out, grad) if t is not None))
     low &= vector * x.itemsize - 1
-    if not beside or size % vector or low or (weight.data_ptr() | address(bias)) & 15:
+    if not beside or size % vector or low or address(bias) & 15:
         vector = 1
     device, run, lanes = x.get_device(), 0, 1
     if of_channels:
@@ -200,7 +206,7 @@ def _convolved(
         run = next((n for n in _RUNS if of_token * -(-tokens // n) >= enough), _RUNS[-1])
         count = of_token * -(-tokens // run)
     else:
-        lanes = min(32, 1 << (-(-tokens // (vector * _PIECES)) - 1).bit_length())
+        lanes = 1 if tokens <= vector * _PIECES else 32
         count = batch * channels * -(-tokens // (lanes * vector * _PIECES))
     kernel = _kernel(
         *(device, x.dtype, weight.shape[1], vector, of_channels, result, backwards, at is not None, lanes)

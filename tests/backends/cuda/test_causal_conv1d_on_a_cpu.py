@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import causal_conv1d as kernels
-from samebits.backends.cuda import devices
+from samebits.backends.cuda import devices, operands
 from samebits.ops import causal_conv1d as reference
 from samebits.testing import KINDS, assert_same_bits, values
 from tests.support import host_kernels
@@ -46,8 +46,15 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated has NaN until something is written."""
+
+    def new_empty(t: Tensor, *size: Any, **options: Any) -> Tensor:
+        return t.new_full(size[0] if isinstance(size[0], Sequence) else size, torch.nan, **options)
+
     host_kernels.use(monkeypatch, kernels)
     monkeypatch.setattr(devices, "device_info", lambda device: INFO)
+    monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, torch.nan))
+    monkeypatch.setattr(Tensor, "new_empty", new_empty)
 
 
 def given(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -76,6 +83,8 @@ def test_tokens_and_gradients(
 ) -> None:
     x, weight, bias, before = given(kind, shape, dtype)
     x, grad = LAYOUTS[layout](x), values(kind, tuple(x.shape), dtype, 9)
+    if layout == "at any address":
+        weight, bias, before = map(LAYOUTS[layout], (weight, bias, before))
     at = places(shape[0], shape[2])
     options: list[tuple[Any, ...]] = [
         (bias, before, None, True),
@@ -109,6 +118,35 @@ def test_steps(shape: tuple[int, ...], dtype: torch.dtype, extra: int) -> None:
         ours, theirs = state.clone(), state.clone()
         assert_same_bits(kernels.move_on(x, ours, *args), reference._move_on(x, theirs, *args))
         assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (ours, theirs)))
+
+
+@pytest.mark.parametrize(("dtype", "taps"), [(F32, 4), (BF16, 8)], ids=str)
+def test_weights_are_read_from_whole_addresses(
+    dtype: torch.dtype, taps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread reads a channel's together, which on a GPU must lie at a multiple of 16 bytes."""
+    found = []
+
+    def address(t: Tensor | None) -> int:
+        if t is not None and t.shape == (8, taps):
+            found.append(t.data_ptr() % 16)
+        return operands.address(t)
+
+    monkeypatch.setattr(kernels, "address", address)
+    x, weight, bias, _ = given("normal", (2, 8, 1, taps), dtype)
+    weight = LAYOUTS["at any address"](weight)
+    assert weight.data_ptr() % 16
+    kernels.convolved(x, weight, bias, None, None, True)
+    kernels.move_on(x, x.new_zeros(2, 8, taps), weight, bias, True)
+    kernels.gradients(x, x, weight, bias, None, None, True, True, True, True)
+    assert found
+    assert not any(found)
+
+
+def test_no_token_is_an_empty_result() -> None:
+    x, weight = torch.ones(2, 8, 0, dtype=BF16), torch.ones(8, 4, dtype=BF16)
+    assert reference._forward(x, weight, None, None, None, True).shape == x.shape
+    assert reference._run_gradients(x, x, weight, None, None, None, True, [True] * 4)[0].shape == x.shape
 
 
 def test_no_token_has_gradients_of_zero() -> None:
