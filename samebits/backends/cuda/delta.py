@@ -26,6 +26,7 @@ from samebits.backends.cuda.delta_prepare import (
     places_of,
     prepare,
     spans_of,
+    spec_of,
     takes_hardware_exp2,
 )
 from samebits.backends.cuda.delta_schedules import (
@@ -210,15 +211,10 @@ def _run(
         schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, delta, device)
     if not isinstance(schedule, Step):
         x = x.computed(ssd_steps.ssd_steps)
-    prepares = x.by_channel and prepared is None and not isinstance(schedule, Step)
     if isinstance(schedule, (Linear, DeltaChunks)) or (schedule is None and linear):
-        if prepares:
-            prepared = prepare(x, state, None, tensor_core=tensor_core, systems=True)
         given = x, (q, k, v), state, out, closed, records, schedule, hardware_exp2
         linear_attention.run(*given, prepared)
         return
-    if prepares:
-        prepared = prepare(x, state, None, tensor_core=tensor_core, systems=False)
     if schedule is None:
         of = x.q.dtype, padded, size, sequences * heads
         schedule = choose(*of, few, tensor_core, x.by_channel, device, weighted)
@@ -230,13 +226,13 @@ def _run(
         rule["steps"] = x.steps and ssd_steps.form_of(x.steps)
         kernel = _step_kernel(*(device, schedule, x.q.dtype, key_size, size), **rule)
     else:
-        kernel = _kernel(
-            *(device, schedule, x.q.dtype, padded),
-            tensor_core=tensor_core,
-            vector=not low & 15,
-            keep=records is not None,
-            **rule,
-        )
+        rule |= {"tensor_core": tensor_core, "vector": not low & 15, "keep": records is not None}
+        if x.by_channel and prepared is None:
+            options = {"tensor_core": tensor_core, "systems": False}
+            both = spec_of(x, **options, keep=False), kernel_spec(schedule, x.q.dtype, padded, **rule)
+            runtime.announce(both, device)
+            prepared = prepare(x, state, None, **options)
+        kernel = _kernel(device, schedule, x.q.dtype, padded, **rule)
     initial = None if x.initial is None else x.initial.contiguous()
     own = layout("delta", heads, key_size, size, x.q.dtype, x.by_channel, weighted)
     parts = ("matrix", "keys", "updates", "decays", "weights" if weighted else "decays", "marks")
@@ -394,18 +390,16 @@ def _backward_by_records(
         names.insert(0, "scores")
     if schedule.staged and tensor_core:
         names.insert(-1, "chains")
-    kernels = {
-        which: _gradients_kernel(
-            *(device, which, schedule, dtype, padded, size),
-            tensor_core=tensor_core,
-            hardware_exp2=takes_hardware_exp2(tensor_core, device),
-            delta=delta,
-            by_channel=x.by_channel,
-            weighted=weighted,
-            lacks=which == "chains" and not _goes_by_chunks(x, tensor_core),
-        )
-        for which in names
-    }
+    whole, hardware_exp2 = _goes_by_chunks(x, tensor_core), takes_hardware_exp2(tensor_core, device)
+    rule: dict[str, Any] = {"tensor_core": tensor_core, "hardware_exp2": hardware_exp2, "delta": delta}
+    rule |= {"by_channel": x.by_channel, "weighted": weighted}
+    of = schedule, dtype, padded, size
+    lacks = {which: which == "chains" and not whole for which in names}
+    specs = [gradients_spec(which, *of, **rule, lacks=lacks[which]) for which in names]
+    if whole and delta:
+        specs += linear_attention.forward_specs(x, None, hardware_exp2, keep=True)
+    runtime.announce(specs, device)
+    kernels = {which: _gradients_kernel(device, which, *of, **rule, lacks=lacks[which]) for which in names}
     places = places_of(x)
     records = torch.empty(
         places * heads * record_bytes(dtype, key_size, size, x.by_channel, weighted),
@@ -414,9 +408,9 @@ def _backward_by_records(
     )
     prepared = left = systems = None
     if x.by_channel:
-        whole = _goes_by_chunks(x, tensor_core)
         prepared = prepare(x, state, records, tensor_core=tensor_core, systems=whole)
         left, systems = prepared.chunks, prepared.systems
+        assert whole or not schedule.registers  # which takes the systems of whole chunks
     _run(x, state, None, None, records, None, prepared)
     if "scores" in names:
         left = runtime.empty((places * heads, GRADIENT_SCORE_BYTES // 4), torch.float32, device)

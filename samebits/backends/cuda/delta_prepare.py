@@ -16,7 +16,16 @@ from samebits.backends.delta import Delta, layout
 from samebits.backends.recurrent import CHUNK
 from samebits.contract import INTERPOLATION
 
-__all__ = ["Prepared", "dense", "kernel_spec", "places_of", "prepare", "spans_of", "takes_hardware_exp2"]
+__all__ = [
+    "Prepared",
+    "dense",
+    "kernel_spec",
+    "places_of",
+    "prepare",
+    "spans_of",
+    "spec_of",
+    "takes_hardware_exp2",
+]
 
 
 def places_of(x: Delta) -> int:
@@ -43,7 +52,7 @@ class Prepared:
     Attributes:
         chunks: ``struct Prepared`` of each chunk and head.
         systems: for whole chunks, ``struct System``.
-        scores: for these, but not for gradients, ``struct Scores``.
+        scores: for these, but not for gradients, ``struct QueryScores``.
         counts: for these, rows of open chunks that states had.
     """
 
@@ -78,6 +87,17 @@ def kernel_spec(
 _kernel = runtime.loader(kernel_spec)
 
 
+def spec_of(x: Delta, *, tensor_core: bool, systems: bool, keep: bool) -> compiler.KernelSpec:
+    """The kernel that :func:`prepare` takes for a call."""
+    options = _options(x, tensor_core, systems, keep)
+    return kernel_spec(x.q.dtype, padded_size(x.q.shape[2]), **options)
+
+
+def _options(x: Delta, tensor_core: bool, systems: bool, keep: bool) -> dict[str, bool]:
+    hardware_exp2 = takes_hardware_exp2(tensor_core, x.q.get_device())
+    return {"tensor_core": tensor_core, "hardware_exp2": hardware_exp2, "systems": systems, "keep": keep}
+
+
 def prepare(
     x: Delta, state: Tensor | None, records: Tensor | None, *, tensor_core: bool, systems: bool
 ) -> Prepared:
@@ -102,8 +122,7 @@ def prepare(
             None if keep else leave(SCORE_BYTES // 4),
             None if state is None else runtime.empty((len(x.spans),), torch.int32, device),
         )
-    options = {"tensor_core": tensor_core, "systems": systems, "keep": keep}
-    kernel = _kernel(device, dtype, padded, hardware_exp2=takes_hardware_exp2(tensor_core, device), **options)
+    kernel = _kernel(device, dtype, padded, **_options(x, tensor_core, systems, keep))
     own = layout("delta", heads, key_size, size, dtype, True)
     given: tuple[int, ...] = ()
     if systems:

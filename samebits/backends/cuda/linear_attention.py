@@ -17,7 +17,7 @@ from torch import Tensor
 
 from samebits.backends.arch import SM_80
 from samebits.backends.cuda import compiler, runtime
-from samebits.backends.cuda.delta_prepare import Prepared
+from samebits.backends.cuda.delta_prepare import Prepared, prepare, spec_of
 from samebits.backends.cuda.delta_schedules import (
     SCORE_BYTES,
     DeltaChunks,
@@ -36,7 +36,7 @@ from samebits.backends.cuda.operands import TYPES, address
 from samebits.backends.delta import Delta, layout
 from samebits.backends.recurrent import CHUNK
 
-__all__ = ["BEGIN", "DELTA_BEGIN", "kernel_spec", "run"]
+__all__ = ["BEGIN", "DELTA_BEGIN", "backward", "forward_specs", "gradients_spec", "kernel_spec", "run"]
 
 BEGIN, DELTA_BEGIN = "linear_begin", "delta_begin"
 """Kernels without schedules."""
@@ -171,6 +171,34 @@ def _given(
     )
 
 
+def forward_specs(
+    x: Delta, schedule: Linear | DeltaChunks | None, hardware_exp2: bool, keep: bool
+) -> list[compiler.KernelSpec]:
+    """The kernels that :func:`run` takes for a call."""
+    schedule, padded = _schedule_of(x, schedule, keep), padded_size(x.q.shape[2])
+    options = {"hardware_exp2": hardware_exp2, "weighted": x.weights is not None, "keep": keep}
+    parts = _parts_of(x, schedule)
+    found = [kernel_spec(part, x.q.dtype, padded, **options, by_channel=x.by_channel) for part in parts]
+    if x.by_channel:
+        found.insert(0, spec_of(x, tensor_core=True, systems=True, keep=keep))
+    return found
+
+
+def _schedule_of(x: Delta, schedule: Linear | DeltaChunks | None, keep: bool) -> Linear | DeltaChunks:
+    if schedule is not None:
+        return schedule
+    device, padded, (_, heads, size) = x.q.get_device(), padded_size(x.q.shape[2]), x.v.shape
+    if x.beta is None:
+        return choose_linear(padded, size, x.weights is not None, device)
+    return choose_chunks(padded, size, len(x.spans) * heads, keep, x.by_channel, device)
+
+
+def _parts_of(x: Delta, schedule: Linear | DeltaChunks) -> tuple[Part, ...]:
+    if not isinstance(schedule, DeltaChunks):
+        return BEGIN, schedule.states, schedule.rows
+    return (schedule,) if x.by_channel else (DELTA_BEGIN, schedule)
+
+
 def run(
     x: Delta,
     operands: tuple[Tensor, Tensor, Tensor],
@@ -184,29 +212,27 @@ def run(
 ) -> None:
     """Results; or with `records` what gradients need of every chunk, and `state` stays as it is.
 
-    `operands` are q, k and v, dense along rows; with a decay for each channel, `prepared` is there.
+    `operands` are q, k and v, dense along rows. With a decay for each channel `prepared` may be there.
     """
     q, _, v = operands
     device, dtype = q.get_device(), q.dtype
     (tokens, heads, size), (_, key_heads, key_size) = v.shape, q.shape
     sequences, padded = len(x.spans), padded_size(key_size)
     weighted, keep = x.weights is not None, records is not None
-    if schedule is None and x.beta is None:
-        schedule = choose_linear(padded, size, weighted, device)
-    elif schedule is None:
-        schedule = choose_chunks(padded, size, sequences * heads, keep, x.by_channel, device)
-    places, shared = tokens // CHUNK + 2 * sequences, 1
+    schedule = _schedule_of(x, schedule, keep)
+    runtime.announce(forward_specs(x, schedule, hardware_exp2, keep), device)
+    if x.by_channel and prepared is None:
+        prepared = prepare(x, state, None, tensor_core=True, systems=True)
+    places, shared, parts = tokens // CHUNK + 2 * sequences, 1, _parts_of(x, schedule)
     own = {"out": out, "closed": closed, "records": records}
-    parts: tuple[Part, ...]
 
     def leave(name: str, words: int, dtype: torch.dtype = torch.float32) -> None:
         own[name] = runtime.empty((places, heads, words), dtype, device)
 
     if isinstance(schedule, DeltaChunks):
-        parts = DELTA_BEGIN, schedule
         grids = [(places, heads, 1), (-(-size // (16 * schedule.warps)), heads, sequences)]
         if prepared is not None:
-            parts, grids = parts[1:], grids[1:]
+            grids = grids[1:]
             own |= {name: getattr(prepared, name) for name in ("systems", "scores", "counts")}
         else:
             leave("systems", system_bytes(False) // 4)
@@ -214,7 +240,6 @@ def run(
                 leave("scores", SCORE_BYTES // 4)
     else:
         states, rows = schedule.states, schedule.rows
-        parts = BEGIN, states, rows
         shared = _shared(rows.heads, heads // key_heads)
         grids = [
             (places, -(-heads // _BEGINNING), 1),
@@ -225,7 +250,6 @@ def run(
         leave("matrices", padded_size(size) * padded, dtype)
     options = {"hardware_exp2": hardware_exp2, "weighted": weighted, "keep": keep}
     options["by_channel"] = x.by_channel
-    runtime.announce((kernel_spec(part, dtype, padded, **options) for part in parts), device)
     kernels = [_kernel(device, part, dtype, padded, **options) for part in parts]
     given = _given(x, operands, state, own, shared)
     if prepared is not None:

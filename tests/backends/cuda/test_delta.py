@@ -16,7 +16,7 @@ from torch import Tensor
 import samebits
 from samebits.backends import delta
 from samebits.backends.cuda import delta as kernels
-from samebits.backends.cuda import delta_prepare, linear_attention
+from samebits.backends.cuda import delta_prepare, linear_attention, runtime
 from samebits.backends.cuda import delta_schedules as schedules
 from samebits.backends.cuda.compiler import KernelSpec
 from samebits.backends.cuda.linear_schedules import (
@@ -35,6 +35,7 @@ from samebits.backends.reference import delta as reference
 from samebits.contract import FMA, TENSOR_CORE
 from samebits.testing import assert_same_bits
 from tests.support.cubins import resources
+from tests.support.fake_gpu import fake_gpu
 
 LENGTHS = (70, 0, 5, 130)
 STEPS = (7, 57, 0, 1, 1, 17, 1000)
@@ -349,6 +350,19 @@ def test_gradients_take_the_stages_that_fit(
     assert found.staged or not by_channel
     assert found.registers == (size == 128 and kib > 99)
     assert max(found.memory(torch.bfloat16, size, size, True, by_channel)) <= kib << 10
+
+
+@pytest.mark.parametrize("decays", [True, "channels"])
+def test_a_call_announces_all_kernels_that_it_loads(decays: object) -> None:
+    """So they are compiled side by side."""
+    told: list[list[KernelSpec]] = []
+    with fake_gpu() as gpu, runtime.before_loading(lambda specs, device: told.append([*specs])):
+        x = operands((torch.bfloat16, True, True, decays, 1, 1, 64, 64))
+        kernels.forward(x, None, empty_results(x), None)
+        assert len(told) == 1
+        assert {*told[0]} == {*gpu._kernels}
+        kernels.backward(x, None, x.v, None)
+        assert {*told[1]} == {*gpu._kernels} - {*told[0]}
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
