@@ -188,7 +188,7 @@ def choose_step(
 CHUNK_KEYS = 128
 """The largest keys of the kernels that go through whole chunks with the delta rule."""
 SCORE_BYTES = 10 * 512
-"""``struct Scores``."""
+"""``struct QueryScores``."""
 
 
 def system_bytes(by_channel: bool) -> int:

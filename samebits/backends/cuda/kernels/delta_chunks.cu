@@ -7,7 +7,7 @@
 //   matrix   A warp has its columns' part of the matrix in registers, transposed, with all channels of keys. It finds
 //            what a chunk's keys read of it, a block of 16 rows after the other, and adds each block's updates.
 //   solvers  A warp solves the triangular systems of two such warps' columns, one for each lane. Updates take the place of
-//            values in shared memory. The three warps tell each other by barriers what is there.
+//            values in shared memory. They tell each other by barriers what is there.
 //   results  As many warps as have the matrix compute the results of the chunk before: of its matrix, rounded, and its
 //            updates. Results take the place of updates. For gradients they store what was of that chunk: its matrix and
 //            z are handed to them in shared memory.

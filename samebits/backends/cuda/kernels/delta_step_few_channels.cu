@@ -81,11 +81,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS == 12 && KEY_SIZE <=
         const Stored* k = p.k + token * p.k_token + head / p.group * p.k_head;
         const float* g = p.g + token * p.g_token + head * p.g_head;
         const int channel = min(lane * 4, KEY_SIZE - 4);
-        const Stored *own_keys = found(keys + part * KEY_SIZE + channel, p.state),
-                     *of_keys = found(keys + part * 8 * KEY_SIZE, p.state);
-        const float *own_decays = found(decays + part * KEY_SIZE + channel, p.state),
-                    *all_decays = found(decays + channel, p.state),
-                    *of_decays = found(decays + part * 8 * KEY_SIZE, p.state);
+        const Stored *own_keys = computed_here(keys + part * KEY_SIZE + channel, p.state),
+                     *of_keys = computed_here(keys + part * 8 * KEY_SIZE, p.state);
+        const float *own_decays = computed_here(decays + part * KEY_SIZE + channel, p.state),
+                    *all_decays = computed_here(decays + channel, p.state),
+                    *of_decays = computed_here(decays + part * 8 * KEY_SIZE, p.state);
         // Into the L2 cache, whatever the kernel before may still write; and so all addresses are there.
         prefetch_to_l2(state), prefetch_to_l2(q + channel), prefetch_to_l2(k + channel);
         prefetch_to_l2(g + channel), prefetch_to_l2(own_keys), prefetch_to_l2(own_decays);
@@ -155,7 +155,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS == 12 && KEY_SIZE <=
             if (d >= KEY_SIZE) continue;
 #pragma unroll
             for (int x = 0; x < 4; ++x)
-                sums[n][x] = __fadd_rn(arrived(sums[n][x]), __fmul_rn(gammas[n][x], contract::LOG2E));
+                sums[n][x] =
+                    __fadd_rn(needed_from_here(sums[n][x]), __fmul_rn(gammas[n][x], contract::LOG2E));
             if (part < 4) {
                 const int of_key = part % 2;
                 float y[4];
@@ -269,9 +270,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS == 12 && KEY_SIZE <=
     const Warp w{m, matrix + of_column, own_matrix, columns - of_column, warp, lane, in_row, in_pair};
     const bool is = w.has(0);  // the warp's columns are there
     const Stored* own_updates = updates + (in_pair * VALUE_SIZE + of_column + in_row);
-    Stored* own_update = found(updates + of_column + in_row, p.state);
-    Stored* out =
-        found(p.out + (token * p.heads + head) * VALUE_SIZE + first_column + of_column + in_pair, p.out);
+    Stored* own_update = computed_here(updates + of_column + in_row, p.state);
+    Stored* out = computed_here(
+        p.out + (token * p.heads + head) * VALUE_SIZE + first_column + of_column + in_pair, p.out);
     const float* of_beta = p.beta + token * p.beta_token + head * p.beta_head;
     constexpr int LINES = TILE / 32;  // of a row
     for (int x = threadIdx.x; x < KEY_SIZE * LINES; x += 32 * COLUMN_WARPS)

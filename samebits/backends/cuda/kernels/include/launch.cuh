@@ -20,10 +20,10 @@ __device__ __forceinline__ void let_kernel_behind_start() {
 #endif
 }
 
-// An address behind a parameter. The compiler does not know how it was found, so it finds it here, and not where it is
-// used.
+// The same address, behind a parameter. How it was computed is hidden from the compiler: so it is computed here, and not
+// again where it is used.
 template <class T>
-__device__ __forceinline__ T* found(T* at, void* parameter) {
+__device__ __forceinline__ T* computed_here(T* at, void* parameter) {
 #ifdef __CUDA_ARCH__
     char* base = static_cast<char*>(parameter);
     long long offset = reinterpret_cast<const char*>(at) - base;
@@ -33,8 +33,8 @@ __device__ __forceinline__ T* found(T* at, void* parameter) {
     return at;
 }
 
-// The same number, which is computed behind what was asked for before.
-__device__ __forceinline__ float arrived(float x) {
+// The same number. The compiler moves nothing that needs it to before what was asked for until here.
+__device__ __forceinline__ float needed_from_here(float x) {
 #ifdef __CUDA_ARCH__
     asm volatile("" : "+f"(x));
 #endif
