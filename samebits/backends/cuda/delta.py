@@ -13,6 +13,7 @@ every chunk's other gradients are computed by themselves. Without the delta rule
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -229,8 +230,11 @@ def _run(
         rule |= {"tensor_core": tensor_core, "vector": not low & 15, "keep": records is not None}
         if x.by_channel and prepared is None:
             options = {"tensor_core": tensor_core, "systems": False}
-            both = spec_of(x, **options, keep=False), kernel_spec(schedule, x.q.dtype, padded, **rule)
-            runtime.announce(both, device)
+            both = (
+                functools.partial(spec_of, x, **options, keep=False),
+                functools.partial(kernel_spec, schedule, x.q.dtype, padded, **rule),
+            )
+            runtime.announce((make() for make in both), device)
             prepared = prepare(x, state, None, **options)
         kernel = _kernel(device, schedule, x.q.dtype, padded, **rule)
     initial = None if x.initial is None else x.initial.contiguous()
@@ -395,10 +399,9 @@ def _backward_by_records(
     rule |= {"by_channel": x.by_channel, "weighted": weighted}
     of = schedule, dtype, padded, size
     lacks = {which: which == "chains" and not whole for which in names}
-    specs = [gradients_spec(which, *of, **rule, lacks=lacks[which]) for which in names]
-    if whole and delta:
-        specs += linear_attention.forward_specs(x, None, hardware_exp2, keep=True)
-    runtime.announce(specs, device)
+    specs = (gradients_spec(which, *of, **rule, lacks=lacks[which]) for which in names)
+    again = linear_attention.forward_specs(x, None, hardware_exp2, keep=True) if whole and delta else ()
+    runtime.announce(itertools.chain(specs, again), device)  # which asks for none unless it tells somebody
     kernels = {which: _gradients_kernel(device, which, *of, **rule, lacks=lacks[which]) for which in names}
     places = places_of(x)
     records = torch.empty(

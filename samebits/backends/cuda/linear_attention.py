@@ -12,6 +12,8 @@ gradients. With a decay for each channel :mod:`samebits.backends.cuda.delta_prep
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -173,15 +175,14 @@ def _given(
 
 def forward_specs(
     x: Delta, schedule: Linear | DeltaChunks | None, hardware_exp2: bool, keep: bool
-) -> list[compiler.KernelSpec]:
+) -> Iterator[compiler.KernelSpec]:
     """The kernels that :func:`run` takes for a call."""
     schedule, padded = _schedule_of(x, schedule, keep), padded_size(x.q.shape[2])
     options = {"hardware_exp2": hardware_exp2, "weighted": x.weights is not None, "keep": keep}
-    parts = _parts_of(x, schedule)
-    found = [kernel_spec(part, x.q.dtype, padded, **options, by_channel=x.by_channel) for part in parts]
     if x.by_channel:
-        found.insert(0, spec_of(x, tensor_core=True, systems=True, keep=keep))
-    return found
+        yield spec_of(x, tensor_core=True, systems=True, keep=keep)
+    for part in _parts_of(x, schedule):
+        yield kernel_spec(part, x.q.dtype, padded, **options, by_channel=x.by_channel)
 
 
 def _schedule_of(x: Delta, schedule: Linear | DeltaChunks | None, keep: bool) -> Linear | DeltaChunks:

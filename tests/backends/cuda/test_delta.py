@@ -365,6 +365,26 @@ def test_a_call_announces_all_kernels_that_it_loads(decays: object) -> None:
         assert {*told[1]} == {*gpu._kernels} - {*told[0]}
 
 
+@pytest.mark.parametrize("decays", [True, "channels"])
+def test_a_second_call_describes_no_kernel(decays: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An announcement that nobody hears costs a call nothing."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a kernel was described again")
+
+    with fake_gpu():
+        x = operands((torch.bfloat16, True, True, decays, 1, 1, 64, 64))
+        for _ in range(2):
+            kernels.forward(x, None, empty_results(x), None)
+            kernels.backward(x, None, x.v, None)
+            for module, name in (
+                (linear_attention, "kernel_spec"),
+                (linear_attention, "spec_of"),
+                (kernels, "gradients_spec"),
+            ):
+                monkeypatch.setattr(module, name, refuse)
+
+
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(("dtype", "tensor_core"), [(torch.float32, False), (torch.bfloat16, True)])
