@@ -537,6 +537,10 @@ def recurrent_layers() -> Iterator[Kernel]:
             for kernel in (linear_attention.DELTA_BEGIN, of_chunks)[by_channel:]:
                 yield linear_attention.kernel_spec(kernel, x, 64, **options), HOPPER
                 yield linear_attention.kernel_spec(kernel, F16, 80, keep=True, **options), HOPPER
+        for states in delta_schedules.catalogue_of_states() if x is BF16 and erases else ():
+            for dtype, size in ((x, 64), (F16, 80)):
+                options = {"hardware_exp2": True, "by_channel": by_channel}
+                yield linear_attention.kernel_spec(states, dtype, size, **options), HOPPER
         for which, of in (
             ("matrices", delta_schedules.DeltaGradients(16, True, 2)),
             ("matrices", delta_schedules.DeltaGradients(64, True, 1)),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends import Key, module_for
+from samebits.backends import Key, UnavailableError, module_for, on_gpu
 from samebits.backends.delta import Delta, Steps
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import backend as rows_backend
@@ -51,14 +51,14 @@ def attend_linearly(
     operands = (q, k, v, g, beta, weights, skip, initial)
     options = (spans, scale, closes, wide, key)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        out, closed, after = _operator(*operands, state, *options)
+        out, closed, after, _ = _operator(*operands, state, *options, True)
         if state is not None:
             with torch.no_grad():
                 state.copy_(after)
         return out, closed
     if state is not None:
         return _going_on(*operands[:-1], state, *options)  # type: ignore[no-any-return]
-    out, closed, _ = _operator(*operands, None, *options)
+    out, closed, _, _ = _operator(*operands, None, *options, False)
     return out, closed
 
 
@@ -69,16 +69,29 @@ def _call(*given: Any) -> tuple[Any, Delta]:
     return backend, Delta(*(*operands, contract))
 
 
-def _run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *operands, state, spans, scale, closes, wide, key = args
-    q = operands[0]
+def _size_of_z(q: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, key: Key) -> tuple[int, ...]:
+    """The shape of z, which a forward saves for its backward; empty where that has no use for it."""
+    if beta is None or not q.is_cuda:
+        return (0,)
+    device, by_channel = q.get_device(), g is not None and g.ndim == 3
+    try:
+        backend, contract = on_gpu("delta", key, device)
+    except UnavailableError:  # a tensor without data, of a GPU that is not here
+        return (0,)
+    return tuple(v.shape) if backend.keeps_z(contract, q.shape[2], by_channel, device) else (0,)
+
+
+def _run(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *operands, state, spans, scale, closes, wide, key, saves = args
+    q, _, v, g, beta, *_ = operands
     after = torch.empty(0, dtype=torch.float32, device=q.device) if state is None else state.clone()
     kept = None if state is None else after
-    out, closed = _forward(*operands, kept, spans, scale, closes, wide, key)
-    return out, closed, after
+    z = q.new_empty(_size_of_z(q, v, g, beta, key) if saves else (0,), dtype=torch.float32)
+    out, closed = _forward(*operands, kept, spans, scale, closes, wide, key, z=z)
+    return out, closed, after, z
 
 
-def _forward(*args: Any, steps: Steps | None = None) -> tuple[Tensor, Tensor]:
+def _forward(*args: Any, steps: Steps | None = None, z: Tensor | None = None) -> tuple[Tensor, Tensor]:
     *operands, state, spans, scale, closes, wide, key = args
     backend, x = _call(*operands, spans, scale, key)
     x = x if steps is None else dataclasses.replace(x, steps=steps)
@@ -88,8 +101,13 @@ def _forward(*args: Any, steps: Steps | None = None) -> tuple[Tensor, Tensor]:
     out = (torch.empty if every else torch.zeros)(v.shape, dtype=dtype, device=v.device)
     size = (len(spans), v.shape[1], q.shape[2], v.shape[2]) if closes else (0,)
     closed = torch.zeros(size, dtype=torch.float32, device=q.device)
-    backend.forward(x, state, out, closed if closes else None)
+    backend.forward(x, state, out, closed if closes else None, **_named(z))
     return out, closed
+
+
+def _named(z: Tensor | None) -> dict[str, Tensor]:
+    """Arguments of a backend, if z is saved."""
+    return {} if z is None or z.ndim == 1 else {"z": z}
 
 
 def _going_on_run(*args: Any) -> tuple[Tensor, Tensor]:
@@ -114,16 +132,18 @@ def _stepping_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     return v.new_empty(v.shape, dtype=torch.float32 if given[-2] else v.dtype)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    state = given[5]
-    after = q.new_empty((0,) if state is None else state.shape, dtype=torch.float32)
-    return *_going_on_fake(q, k, v, *given), after
+def _fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (*rest, key, saves), g, beta, state = given, *given[:2], given[5]
+    sizes = (0,) if state is None else state.shape, _size_of_z(q, v, g, beta, key) if saves else (0,)
+    after, z = (q.new_empty(size, dtype=torch.float32) for size in sizes)
+    return *_going_on_fake(q, k, v, *rest, key), after, z
 
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? weights, Tensor? skip"
 _OPTIONS = "Tensor spans, float scale, bool closes, bool wide, str contract"
 _operator = Operator(
-    f"delta({_OPERANDS}, Tensor? initial, Tensor? state, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"delta({_OPERANDS}, Tensor? initial, Tensor? state, {_OPTIONS}, bool saves)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_run,
     fake=_fake,
 )
@@ -143,30 +163,31 @@ _stepping = Operator(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, state, spans, ctx.scale, ctx.closes, _, ctx.key = inputs
+    *tensors, state, spans, ctx.scale, ctx.closes, _, ctx.key, _ = inputs
+    *_, after, z = output
     if state is not None:  # it will be updated
         state = state.clone()
-    ctx.save_for_backward(*tensors, state, spans)
-    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*tensors, state, spans, None if z.ndim == 1 else z)
+    ctx.mark_non_differentiable(after, z)
     ctx.set_materialize_grads(False)
 
 
 def _backward(
-    ctx: Any, saved: tuple[Tensor | None, ...], grad: Tensor | None, grad_closed: Tensor | None, _: Any
+    ctx: Any, saved: tuple[Tensor | None, ...], grad: Tensor | None, grad_closed: Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
     refuse_second_derivatives("gated_delta_rule, kda, lightning_attention, ssd")
-    *operands, state, spans = saved
+    *operands, state, spans, z = saved
     v: Any = operands[2]
     grad = torch.zeros_like(v) if grad is None else grad.to(v.dtype)
     given = grad_closed if ctx.closes else None
-    found = _gradients(*operands, state, spans, grad, given, ctx.scale, ctx.key)
-    return *(None if of is None else t for of, t in zip(operands, found, strict=True)), *(None,) * 6
+    found = _gradients(*operands, state, spans, z, grad, given, ctx.scale, ctx.key)
+    return *(None if of is None else t for of, t in zip(operands, found, strict=True)), *(None,) * 7
 
 
 def _gradients_run(*args: Any) -> tuple[Tensor, ...]:
-    *operands, state, spans, grad, grad_closed, scale, key = args
+    *operands, state, spans, z, grad, grad_closed, scale, key = args
     backend, x = _call(*operands, spans, scale, key)
-    *found, of_initial = backend.backward(x, state, grad, grad_closed)
+    *found, of_initial = backend.backward(x, state, grad, grad_closed, **_named(z))
     found += [None if x.skip is None else _of_skip(x, grad), of_initial]
     return tuple(x.q.new_empty(0) if t is None else t for t in found)
 
@@ -184,13 +205,13 @@ def _of_skip(x: Delta, grad: Tensor) -> Tensor:
 
 
 def _gradients_fake(*args: Any) -> tuple[Tensor, ...]:
-    *operands, _, _, _, _, _, _ = args
+    *operands, _, _, _, _, _, _, _ = args
     return tuple(args[0].new_empty(0) if t is None else t.new_empty(t.shape) for t in operands)
 
 
 _gradients = Operator(
-    f"delta_gradients({_OPERANDS}, Tensor? initial, Tensor? state, Tensor spans, Tensor grad,"
-    f" Tensor? grad_closed, float scale, str contract) -> ({', '.join(['Tensor'] * 8)})",
+    f"delta_gradients({_OPERANDS}, Tensor? initial, Tensor? state, Tensor spans, Tensor? z,"
+    f" Tensor grad, Tensor? grad_closed, float scale, str contract) -> ({', '.join(['Tensor'] * 8)})",
     cpu=_gradients_run,
     fake=_gradients_fake,
 )

@@ -337,7 +337,7 @@ def test_operators(operation: str) -> None:
     x += [t.requires_grad_() for t in of_rows] or [None, None]  # type: ignore[list-item]
     spans = torch.tensor([[0, 4]], dtype=torch.int32)
     initial = torch.zeros(1, 2, 16, 8, requires_grad=True)
-    args = (*x, initial, None, spans, 0.5, True, weighted, FMA.key)
+    args = (*x, initial, None, spans, 0.5, True, weighted, FMA.key, True)
     torch.library.opcheck(torch.ops.samebits.delta.default, args)
     sizes = heads, given["q"].shape[3], size
     own = layout(operation, *sizes, torch.float32, operation == "kda", weighted)

@@ -4,8 +4,8 @@
 where it has many, :mod:`samebits.backends.cuda.linear_attention`. With a decay for each channel,
 ``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
 
-For gradients the forward's kernels go through the chunks again, and keep a record of each of them. A kernel
-goes through them backwards, as each needs the gradient of the next one's matrix. With both in its record,
+For gradients a kernel goes through the chunks again, and keeps a record of each of them: the forward's, or
+where that has saved z of each row (see :func:`keeps_z`) a faster one. Another goes through them backwards, as each needs the gradient of the next one's matrix. With both in its record,
 every chunk's other gradients are computed by themselves. Without the delta rule, with tensor cores,
 :mod:`samebits.backends.cuda.linear_attention` has gradients without records.
 """
@@ -56,7 +56,7 @@ from samebits.backends.delta import Delta, layout
 from samebits.backends.recurrent import CHUNK
 from samebits.contract import contract_from_key
 
-__all__ = ["backward", "forward", "gradients_spec", "kernel_spec", "step_spec"]
+__all__ = ["backward", "forward", "gradients_spec", "keeps_z", "kernel_spec", "step_spec"]
 
 _PARAMS = "13P13q12ifP"
 """``struct Params`` of the forward's kernels."""
@@ -159,10 +159,18 @@ def forward(
     out: Tensor,
     closed: Tensor | None,
     schedule: Schedule | Step | Linear | DeltaChunks | None = None,
+    *,
+    z: Tensor | None = None,
 ) -> None:
     """See :mod:`samebits.backends.delta`."""
     if len(x.spans) and (x.v.shape[0] or state is not None or closed is not None):
-        _run(x, state, out, closed, None, schedule)
+        _run(x, state, out, closed, None, schedule, z=z)
+
+
+def keeps_z(contract: str, key_size: int, by_channel: bool, device: int) -> bool:
+    """See :mod:`samebits.backends.delta`."""
+    tensor_core = contract_from_key(contract).step == "mma"
+    return tensor_core and takes_chunks(padded_size(key_size), by_channel, device)
 
 
 def _check_sequences(x: Delta) -> None:
@@ -174,10 +182,10 @@ def _check_sequences(x: Delta) -> None:
 
 
 def _goes_by_chunks(x: Delta, tensor_core: bool) -> bool:
-    """Whether :mod:`samebits.backends.cuda.linear_attention` has calls of many tokens, and records."""
-    if not tensor_core or x.beta is None:
+    """Whether :mod:`samebits.backends.cuda.linear_attention` has calls of many tokens."""
+    if x.beta is None:
         return tensor_core and not x.by_channel
-    return takes_chunks(padded_size(x.q.shape[2]), x.by_channel, x.q.get_device())
+    return keeps_z(x.contract, x.q.shape[2], x.by_channel, x.q.get_device())
 
 
 def _run(
@@ -188,8 +196,9 @@ def _run(
     records: Tensor | None,
     schedule: Schedule | Step | Linear | DeltaChunks | None,
     prepared: Prepared | None = None,
+    z: Tensor | None = None,
 ) -> None:
-    """Results, or with `records` what gradients need of every chunk."""
+    """Results, and `z` if it is there; or with `records` what gradients need of every chunk."""
     _check_sequences(x)
     device = x.q.get_device()
     matmul.check_contract(x.contract, device)
@@ -207,15 +216,15 @@ def _run(
     padded = padded_size(key_size)
     hardware_exp2, delta = takes_hardware_exp2(tensor_core, device), x.beta is not None
     few = tokens <= FEW * sequences
-    linear = _goes_by_chunks(x, tensor_core) and (delta or records is None) and not (few and records is None)
-    if schedule is None and tensor_core and closed is None and _is_step(x, q, k, state, out):
+    linear = records is None and (z is not None or not few) and _goes_by_chunks(x, tensor_core)
+    if schedule is None and tensor_core and closed is z is None and _is_step(x, q, k, state, out):
         schedule = choose_step(x.q.dtype, key_size, size, sequences * heads, x.by_channel, delta, device)
     if not isinstance(schedule, Step):
         x = x.computed(ssd_steps.ssd_steps)
     if isinstance(schedule, (Linear, DeltaChunks)) or (schedule is None and linear):
-        given = x, (q, k, v), state, out, closed, records, schedule, hardware_exp2
-        linear_attention.run(*given, prepared)
+        linear_attention.run(x, (q, k, v), state, out, closed, z, schedule, hardware_exp2)
         return
+    assert z is None
     if schedule is None:
         of = x.q.dtype, padded, size, sequences * heads
         schedule = choose(*of, few, tensor_core, x.by_channel, device, weighted)
@@ -325,6 +334,8 @@ def backward(
     grad: Tensor,
     grad_closed: Tensor | None,
     schedule: DeltaGradients | LinearGradients | None = None,
+    *,
+    z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """See :mod:`samebits.backends.delta`."""
     _check_sequences(x)
@@ -357,13 +368,22 @@ def backward(
             hardware_exp2 = takes_hardware_exp2(tensor_core, device)
             linear_attention.backward(x, operands, state, (grad, closed), found, schedule, hardware_exp2)
         else:
-            _backward_by_records(x, q, state, (grad, closed), found, schedule, tensor_core)
+            if z is None and x.beta is not None and _goes_by_chunks(x, tensor_core):
+                z = _z_of(x, state)
+            _backward_by_records(x, q, state, (grad, closed), found, schedule, tensor_core, z)
         if rows is not None and (count := q.numel()):
             each = 4 if key_size % 4 == 0 else 1
             grid = -(-count // (256 * each)), 2, 1
             given = *map(address, (rows, dq, dk)), key_size, group, count
             _sums_kernel(device, dtype, each).launch(grid, *given)
     return dq, dk, dv, dg, dbeta, dweights, dinitial
+
+
+def _z_of(x: Delta, state: Tensor | None) -> Tensor:
+    """What the forward has not saved."""
+    z = runtime.empty(x.v.shape, torch.float32, x.v.get_device())
+    _run(x, None if state is None else state.clone(), torch.empty_like(z, dtype=x.v.dtype), None, None, None, z=z)
+    return z
 
 
 def _gradients_schedule(x: Delta, tensor_core: bool) -> DeltaGradients | LinearGradients:
@@ -384,8 +404,12 @@ def _backward_by_records(
     found: dict[str, Tensor | None],
     schedule: DeltaGradients,
     tensor_core: bool,
+    z: Tensor | None,
 ) -> None:
-    """All gradients of `found`; where heads share keys, dq and dk of each head, as its "rows"."""
+    """All gradients of `found`; where heads share keys, dq and dk of each head, as its "rows".
+
+    `z` is there where the forward saves it.
+    """
     device, dtype, delta, weighted = q.get_device(), q.dtype, x.beta is not None, x.weights is not None
     (tokens, heads, size), (_, key_heads, key_size) = x.v.shape, q.shape
     sequences, group, padded = len(x.spans), heads // key_heads, padded_size(key_size)
@@ -394,13 +418,13 @@ def _backward_by_records(
         names.insert(0, "scores")
     if schedule.staged and tensor_core:
         names.insert(-1, "chains")
-    whole, hardware_exp2 = _goes_by_chunks(x, tensor_core), takes_hardware_exp2(tensor_core, device)
+    whole, hardware_exp2 = z is not None, takes_hardware_exp2(tensor_core, device)
     rule: dict[str, Any] = {"tensor_core": tensor_core, "hardware_exp2": hardware_exp2, "delta": delta}
     rule |= {"by_channel": x.by_channel, "weighted": weighted}
     of = schedule, dtype, padded, size
     lacks = {which: which == "chains" and not whole for which in names}
     specs = (gradients_spec(which, *of, **rule, lacks=lacks[which]) for which in names)
-    again = linear_attention.forward_specs(x, None, hardware_exp2, keep=True) if whole and delta else ()
+    again = () if z is None else linear_attention.record_specs(x, hardware_exp2)
     runtime.announce(itertools.chain(specs, again), device)  # which asks for none unless it tells somebody
     kernels = {which: _gradients_kernel(device, which, *of, **rule, lacks=lacks[which]) for which in names}
     places = places_of(x)
@@ -414,7 +438,11 @@ def _backward_by_records(
         prepared = prepare(x, state, records, tensor_core=tensor_core, systems=whole)
         left, systems = prepared.chunks, prepared.systems
         assert whole or not schedule.registers  # which takes the systems of whole chunks
-    _run(x, state, None, None, records, None, prepared)
+    if z is None:
+        _run(x, state, None, None, records, None, prepared)
+    else:
+        operands = q, dense(x.k), dense(x.v)
+        linear_attention.leave_records(x, operands, state, z, records, hardware_exp2, prepared)
     if "scores" in names:
         left = runtime.empty((places * heads, GRADIENT_SCORE_BYTES // 4), torch.float32, device)
     own = layout("delta", heads, key_size, size, dtype, x.by_channel, weighted)

@@ -21,15 +21,18 @@ __all__ = [
     "STEP_KEYS",
     "DeltaChunks",
     "DeltaGradients",
+    "DeltaStates",
     "Schedule",
     "Step",
     "catalogue",
     "catalogue_of_chunks",
     "catalogue_of_gradients",
+    "catalogue_of_states",
     "catalogue_of_steps",
     "choose",
     "choose_chunks",
     "choose_of_gradients",
+    "choose_states",
     "choose_step",
     "prepared_memory",
     "record_bytes",
@@ -213,15 +216,12 @@ class DeltaChunks:
         """Of a block, with those that copy."""
         return 32 * (2 * self.warps + -(-self.warps // 2) + (1 if self.warps > 2 else 2))
 
-    def memory(self, key_size: int, keep: bool = False, by_channel: bool = False) -> int:
-        """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types; `keep` is for gradients."""
+    def memory(self, key_size: int, by_channel: bool = False) -> int:
+        """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types."""
         rows = 2 * CHUNK * (key_size + 8)
-        of_keys = rows + system_bytes(by_channel) + ((rows + 4 * key_size) if by_channel else 0)
+        of_keys = 2 * rows + SCORE_BYTES + system_bytes(by_channel)
+        of_keys += (rows + 4 * key_size) if by_channel else 0
         of_warp = 4 * 16 * (CHUNK + 4) + 2 * 2 * 16 * key_size
-        if keep:
-            of_warp = 2 * 4 * (key_size // 8 * 136 + 16 + 16 * (CHUNK + 4))
-        else:
-            of_keys += rows + SCORE_BYTES
         of_values = self.stages * 2 * CHUNK * (16 * self.warps + 8)
         return (self.stages - by_channel) * of_keys + of_values + self.warps * of_warp
 
@@ -233,19 +233,50 @@ def catalogue_of_chunks() -> tuple[DeltaChunks, ...]:
 
 def takes_chunks(key_size: int, by_channel: bool, device: int) -> bool:
     """Whether those kernels take keys of this size, a multiple of 16."""
-    least = DeltaChunks(1).memory(key_size, by_channel=by_channel)
+    least = DeltaChunks(1).memory(key_size, by_channel)
     return key_size <= CHUNK_KEYS and least <= devices.device_info(device).max_smem
 
 
-def choose_chunks(
-    key_size: int, size: int, blocks: int, keep: bool, by_channel: bool, device: int
-) -> DeltaChunks:
+def choose_chunks(key_size: int, size: int, blocks: int, by_channel: bool, device: int) -> DeltaChunks:
     """The schedule for sequences times heads `blocks`: wide tiles, if all multiprocessors have one."""
     info = devices.device_info(device)
     wide = size > 32 and blocks * -(-size // 64) >= info.sm_count
     wanted = (DeltaChunks(4), DeltaChunks(2), DeltaChunks(1))[0 if wide else 1 if size > 16 else 2 :]
-    return next((s for s in wanted if s.memory(key_size, keep, by_channel) <= info.max_smem), wanted[-1])
+    return next((s for s in wanted if s.memory(key_size, by_channel) <= info.max_smem), wanted[-1])
 
+
+@dataclass(frozen=True, slots=True)
+class DeltaStates:
+    """How the kernel goes through the chunks again that has z of the forward, for gradients.
+
+    Attributes:
+        warps: in a block: each has 16 columns of values.
+        keys: channels of keys of a block, or all of them if there are fewer; a multiple of 16.
+        stages: chunks in shared memory, at least 2.
+    """
+
+    warps: int
+    keys: int
+    stages: int
+
+    def memory(self, key_size: int, by_channel: bool) -> int:
+        """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types."""
+        keys, columns = min(self.keys, key_size), 16 * self.warps
+        decays = keys if by_channel else 2 * CHUNK
+        return self.stages * (CHUNK * (4 * (columns + 4) + 2 * (keys + 8)) + 4 * (CHUNK + decays))
+
+
+def catalogue_of_states() -> tuple[DeltaStates, ...]:
+    """Every schedule, for proofs."""
+    shapes = (4, 64, 4), (4, 64, 3), (4, 64, 2), (2, 64, 4), (2, 128, 3), (4, 128, 3), (8, 64, 3), (1, 32, 2)
+    return tuple(DeltaStates(*shape) for shape in shapes)
+
+
+def choose_states(key_size: int, by_channel: bool, device: int) -> DeltaStates:
+    """The schedule for heads of this size: with as many chunks on their way as fit."""
+    most = devices.device_info(device).max_smem
+    wanted = [DeltaStates(4, 64, stages) for stages in (4, 3, 2)]
+    return next((s for s in wanted if s.memory(key_size, by_channel) <= most), wanted[-1])
 
 def chains_memory(size: int) -> int:
     """Bytes of shared memory of a block of the kernel that has gradients along rows of records."""

@@ -6,8 +6,10 @@ two again. Then one goes through the chunks backwards, for the gradient of the m
 all other gradients are computed at once.
 
 With it (``delta_begin.cu``, ``delta_chunks.cu``) there are two: what chunks need of keys, queries and decays,
-and then all else, from chunk to chunk, or with records what :mod:`samebits.backends.cuda.delta` needs for
-gradients. With a decay for each channel :mod:`samebits.backends.cuda.delta_prepare` has the first.
+and then all else, from chunk to chunk. With a decay for each channel
+:mod:`samebits.backends.cuda.delta_prepare` has the first. The second also leaves z of each row where gradients
+are recorded. With these ``delta_states.cu`` goes through the chunks again, in a third of the time, and leaves
+records for :mod:`samebits.backends.cuda.delta`.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from torch import Tensor
 
 from samebits.backends.arch import SM_80
 from samebits.backends.cuda import compiler, runtime
-from samebits.backends.cuda.delta_prepare import Prepared, prepare, spec_of
+from samebits.backends.cuda.delta_prepare import Prepared, places_of, prepare, spec_of
 from samebits.backends.cuda.delta_schedules import (
     SCORE_BYTES,
     DeltaChunks,
+    DeltaStates,
     choose_chunks,
+    choose_states,
     system_bytes,
 )
 from samebits.backends.cuda.linear_schedules import (
@@ -38,17 +42,26 @@ from samebits.backends.cuda.operands import TYPES, address
 from samebits.backends.delta import Delta, layout
 from samebits.backends.recurrent import CHUNK
 
-__all__ = ["BEGIN", "DELTA_BEGIN", "backward", "forward_specs", "gradients_spec", "kernel_spec", "run"]
+__all__ = [
+    "BEGIN",
+    "DELTA_BEGIN",
+    "backward",
+    "gradients_spec",
+    "kernel_spec",
+    "leave_records",
+    "record_specs",
+    "run",
+]
 
 BEGIN, DELTA_BEGIN = "linear_begin", "delta_begin"
 """Kernels without schedules."""
 _BEGINNING = 4
 """Warps of their blocks; in the first each has a head."""
-_PARAMS = "19P13q13if"
+_PARAMS = "20P13q13if"
 """``struct Params`` of ``include/linear.cuh``."""
 _GRADIENTS = "12P2q"
 """``struct Gradients``."""
-Part = DeltaChunks | LinearStates | LinearRows | str
+Part = DeltaChunks | DeltaStates | LinearStates | LinearRows | str
 
 
 def kernel_spec(
@@ -63,16 +76,15 @@ def kernel_spec(
 ) -> compiler.KernelSpec:
     """The kernel that has a schedule of this class, or one of those without, by its name.
 
-    `key_size` is a multiple of 16; rows have weights if `weighted`; `keep` is for gradients; channels have
-    decays of their own if `by_channel`, with a schedule of whole chunks alone.
+    `key_size` is a multiple of 16; rows have weights if `weighted`; `keep` is for gradients, of which it has
+    matrices, or is to leave z; channels have decays of their own if `by_channel`, with the delta rule alone.
     """
     name, warps, smem, threads = "", _BEGINNING, 0, 32 * _BEGINNING
     more: tuple[tuple[str, int | str], ...] = (("WEIGHTED", int(weighted)),)
     if isinstance(part, str):
         name = part
         if name == DELTA_BEGIN:
-            smem = CHUNK * (2 * (2 - keep) * (key_size + 8) + 8)
-            more = (("KEEP", int(keep)),)
+            smem, more = CHUNK * (4 * (key_size + 8) + 8), ()
     else:
         warps, threads = part.warps, 32 * part.warps
         more += (("STAGES", part.stages),)
@@ -83,8 +95,14 @@ def kernel_spec(
             name, smem = "linear_rows", part.memory(key_size, weighted)
             more += (("TILE", part.tile),)
         else:
-            name, threads, smem = "delta_chunks", part.threads, part.memory(key_size, keep, by_channel)
-            more = (("STAGES", part.stages), ("KEEP", int(keep)), ("BY_CHANNEL", int(by_channel)))
+            smem = part.memory(key_size, by_channel)
+            more = (("STAGES", part.stages), ("BY_CHANNEL", int(by_channel)))
+            if isinstance(part, DeltaStates):
+                name = "delta_states"
+                more += (("KEY_TILE", min(part.keys, key_size)),)
+            else:
+                name, threads = "delta_chunks", part.threads
+                more += (("LEAVES_Z", int(keep)),)
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("WARPS", warps)),
         *(("HARDWARE_EXP2", int(hardware_exp2)), *more),
@@ -130,7 +148,7 @@ def gradients_spec(
 _gradients_kernel = runtime.loader(gradients_spec)
 
 
-def _tiles(states: LinearStates, key_size: int, size: int) -> int:
+def _tiles(states: LinearStates | DeltaStates, key_size: int, size: int) -> int:
     """Blocks of a head in a sequence."""
     return -(-size // (16 * states.warps)) * -(-key_size // min(states.keys, key_size))
 
@@ -157,7 +175,7 @@ def _given(
         own["opened"] = runtime.empty((sequences, heads, CHUNK * (key_size + size)), dtype, device)
     own["initial"] = None if x.initial is None else x.initial.contiguous()
     spans = x.spans if x.spans.shape[1] else None
-    left = "counts", "opened", "decays", "matrices", "systems", "scores"
+    left = "counts", "opened", "decays", "matrices", "systems", "scores", "z"
     words = layout("delta", heads, key_size, size, dtype, x.by_channel, weighted)
     return (
         *map(address, (q, k, v, x.g, x.beta, x.weights, x.skip, own["initial"])),
@@ -173,25 +191,26 @@ def _given(
     )
 
 
-def forward_specs(
-    x: Delta, schedule: Linear | DeltaChunks | None, hardware_exp2: bool, keep: bool
+def _specs(
+    x: Delta, parts: tuple[Part, ...], options: dict[str, bool], records: bool
 ) -> Iterator[compiler.KernelSpec]:
-    """The kernels that :func:`run` takes for a call."""
-    schedule, padded = _schedule_of(x, schedule, keep), padded_size(x.q.shape[2])
-    options = {"hardware_exp2": hardware_exp2, "weighted": x.weights is not None, "keep": keep}
+    """The kernels of a call, or of one for records."""
     if x.by_channel:
-        yield spec_of(x, tensor_core=True, systems=True, keep=keep)
-    for part in _parts_of(x, schedule):
-        yield kernel_spec(part, x.q.dtype, padded, **options, by_channel=x.by_channel)
+        yield spec_of(x, tensor_core=True, systems=True, keep=records)
+    for part in parts:
+        yield kernel_spec(part, x.q.dtype, padded_size(x.q.shape[2]), **options)
 
 
-def _schedule_of(x: Delta, schedule: Linear | DeltaChunks | None, keep: bool) -> Linear | DeltaChunks:
-    if schedule is not None:
-        return schedule
+def _options(x: Delta, hardware_exp2: bool, keep: bool = False) -> dict[str, bool]:
+    options = {"hardware_exp2": hardware_exp2, "weighted": x.weights is not None, "keep": keep}
+    return options | {"by_channel": x.by_channel}
+
+
+def _schedule_of(x: Delta) -> Linear | DeltaChunks:
     device, padded, (_, heads, size) = x.q.get_device(), padded_size(x.q.shape[2]), x.v.shape
     if x.beta is None:
         return choose_linear(padded, size, x.weights is not None, device)
-    return choose_chunks(padded, size, len(x.spans) * heads, keep, x.by_channel, device)
+    return choose_chunks(padded, size, len(x.spans) * heads, x.by_channel, device)
 
 
 def _parts_of(x: Delta, schedule: Linear | DeltaChunks) -> tuple[Part, ...]:
@@ -206,26 +225,21 @@ def run(
     state: Tensor | None,
     out: Tensor | None,
     closed: Tensor | None,
-    records: Tensor | None,
+    z: Tensor | None,
     schedule: Linear | DeltaChunks | None,
     hardware_exp2: bool,
-    prepared: Prepared | None = None,
 ) -> None:
-    """Results; or with `records` what gradients need of every chunk, and `state` stays as it is.
-
-    `operands` are q, k and v, dense along rows. With a decay for each channel `prepared` may be there.
-    """
+    """Results, of `operands` q, k and v, dense along rows; with the delta rule `z`, too, if it is there."""
     q, _, v = operands
     device, dtype = q.get_device(), q.dtype
     (tokens, heads, size), (_, key_heads, key_size) = v.shape, q.shape
     sequences, padded = len(x.spans), padded_size(key_size)
-    weighted, keep = x.weights is not None, records is not None
-    schedule = _schedule_of(x, schedule, keep)
-    runtime.announce(forward_specs(x, schedule, hardware_exp2, keep), device)
-    if x.by_channel and prepared is None:
-        prepared = prepare(x, state, None, tensor_core=True, systems=True)
+    weighted, schedule = x.weights is not None, schedule or _schedule_of(x)
+    options = _options(x, hardware_exp2, z is not None)
     places, shared, parts = tokens // CHUNK + 2 * sequences, 1, _parts_of(x, schedule)
-    own = {"out": out, "closed": closed, "records": records}
+    runtime.announce(_specs(x, parts, options, False), device)
+    prepared = prepare(x, state, None, tensor_core=True, systems=True) if x.by_channel else None
+    own = {"out": out, "closed": closed, "z": z}
 
     def leave(name: str, words: int, dtype: torch.dtype = torch.float32) -> None:
         own[name] = runtime.empty((places, heads, words), dtype, device)
@@ -237,8 +251,7 @@ def run(
             own |= {name: getattr(prepared, name) for name in ("systems", "scores", "counts")}
         else:
             leave("systems", system_bytes(False) // 4)
-            if not keep:
-                leave("scores", SCORE_BYTES // 4)
+            leave("scores", SCORE_BYTES // 4)
     else:
         states, rows = schedule.states, schedule.rows
         shared = _shared(rows.heads, heads // key_heads)
@@ -249,14 +262,50 @@ def run(
         ]
         leave("decays", (2 + weighted) * CHUNK)
         leave("matrices", padded_size(size) * padded, dtype)
-    options = {"hardware_exp2": hardware_exp2, "weighted": weighted, "keep": keep}
-    options["by_channel"] = x.by_channel
     kernels = [_kernel(device, part, dtype, padded, **options) for part in parts]
     given = _given(x, operands, state, own, shared)
     if prepared is not None:
         given += (address(prepared.chunks),)
     for kernel, grid in zip(kernels, grids, strict=True):
         kernel.launch(grid, *given)
+
+
+def _parts_of_records(x: Delta) -> tuple[str | DeltaStates, ...]:
+    schedule = choose_states(padded_size(x.q.shape[2]), x.by_channel, x.q.get_device())
+    return (schedule,) if x.by_channel else (BEGIN, schedule)
+
+
+def record_specs(x: Delta, hardware_exp2: bool) -> Iterator[compiler.KernelSpec]:
+    """The kernels that :func:`leave_records` takes, and the one before it."""
+    return _specs(x, _parts_of_records(x), _options(x, hardware_exp2), True)
+
+
+def leave_records(
+    x: Delta,
+    operands: tuple[Tensor, Tensor, Tensor],
+    state: Tensor | None,
+    z: Tensor,
+    records: Tensor,
+    hardware_exp2: bool,
+    prepared: Prepared | None,
+) -> None:
+    """What gradients of the delta rule need of every chunk, from z of the forward; `state` stays as it is."""
+    q, _, v = operands
+    device, (_, heads, size), padded = q.get_device(), v.shape, padded_size(q.shape[2])
+    places, (*begin, states) = places_of(x), _parts_of_records(x)
+    assert isinstance(states, DeltaStates)
+    own: dict[str, Tensor | None] = {"z": z, "records": records}
+    if prepared is not None:
+        own |= {name: getattr(prepared, name) for name in ("systems", "counts")}
+    else:
+        own["decays"] = runtime.empty((places, heads, 2 * CHUNK), torch.float32, device)
+    grids = [(places, -(-heads // _BEGINNING), 1)] * len(begin)
+    grids.append((_tiles(states, padded, size), heads, len(x.spans)))
+    given = _given(x, operands, state, own)
+    if prepared is not None:
+        given += (address(prepared.chunks),)
+    for part, grid in zip((*begin, states), grids, strict=True):
+        _kernel(device, part, q.dtype, padded, **_options(x, hardware_exp2)).launch(grid, *given)
 
 
 def backward(

@@ -288,7 +288,7 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
         choose, choose_of_gradients = delta_schedules.choose, delta_schedules.choose_of_gradients
         of_linear = [*linear_schedules.catalogue_of_linear()]
         linear, choose_linear = of_linear[number // 3 % len(of_linear)], linear_schedules.choose_linear
-        choose_chunks = delta_schedules.choose_chunks
+        choose_chunks, choose_states = delta_schedules.choose_chunks, delta_schedules.choose_states
 
         def chosen(dtype: torch.dtype, key_size: int, *rest: Any) -> delta_schedules.Schedule:
             *_, tensor_core, by_channel, device, weighted = rest
@@ -325,9 +325,15 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
         def chosen_chunks(key_size: int, *rest: Any) -> delta_schedules.DeltaChunks:
             of_chunks = delta_schedules.catalogue_of_chunks()
             chunks = of_chunks[number % len(of_chunks)]
-            *_, keep, by_channel, device = rest
-            fits = chunks.memory(key_size, keep, by_channel) <= devices.device_info(device).max_smem
+            *_, by_channel, device = rest
+            fits = chunks.memory(key_size, by_channel) <= devices.device_info(device).max_smem
             return chunks if fits else choose_chunks(key_size, *rest)
+
+        def chosen_states(key_size: int, by_channel: bool, device: int) -> delta_schedules.DeltaStates:
+            of_states = delta_schedules.catalogue_of_states()
+            states = of_states[number % len(of_states)]
+            fits = states.memory(key_size, by_channel) <= devices.device_info(device).max_smem
+            return states if fits else choose_states(key_size, by_channel, device)
 
         def chosen_step(*of: Any) -> delta_schedules.Step:
             steps = delta_schedules.catalogue_of_steps(of[4])
@@ -337,6 +343,7 @@ def _delta_scheduled(run: Callable[..., Results], number: int) -> Callable[..., 
             mock.patch.object(delta, "choose", chosen),
             mock.patch.object(linear_attention, "choose_linear", chosen_linear),
             mock.patch.object(linear_attention, "choose_chunks", chosen_chunks),
+            mock.patch.object(linear_attention, "choose_states", chosen_states),
             mock.patch.object(delta, "choose_step", chosen_step),
             mock.patch.object(delta, "choose_of_gradients", chosen_of_gradients),
             mock.patch.object(delta, "choose_linear_gradients", chosen_linear_gradients),

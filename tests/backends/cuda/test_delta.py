@@ -183,14 +183,18 @@ CHUNK_FORMS = [
     [
         (linear_attention.DELTA_BEGIN, False),
         *itertools.product(schedules.catalogue_of_chunks(), (False, True)),
+        *itertools.product(schedules.catalogue_of_states(), (False, True)),
     ],
     ids=str,
 )
 def test_whole_chunks_compile_without_spills(
-    part: schedules.DeltaChunks | str, by_channel: bool, dtype: torch.dtype
+    part: schedules.DeltaChunks | schedules.DeltaStates | str, by_channel: bool, dtype: torch.dtype
 ) -> None:
-    spec = linear_attention.kernel_spec(part, dtype, 128, hardware_exp2=True, by_channel=by_channel)
-    assert_no_spills(spec)
+    options = {"hardware_exp2": True, "by_channel": by_channel}
+    assert_no_spills(linear_attention.kernel_spec(part, dtype, 128, **options))
+    if isinstance(part, schedules.DeltaChunks):  # with z, 4 warps spill what changes once in a chunk
+        found = resources(linear_attention.kernel_spec(part, dtype, 128, **options, keep=True), "sm_90a")
+        assert max(found.spill_bytes, found.local_bytes) <= (160 if part.warps == 4 else 0)
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227])
@@ -198,20 +202,22 @@ def test_every_size_of_whole_chunks_has_a_schedule_that_fits(
     kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu_with(132, kib, monkeypatch)
-    sizes = (16, 64, 128), (1, 17, 64, 128, 256), (1, 32, 256), (False, True), (False, True)
-    for key_size, size, blocks, keep, by_channel in itertools.product(*sizes):
+    sizes = (16, 64, 128), (1, 17, 64, 128, 256), (1, 32, 256), (False, True)
+    for key_size, size, blocks, by_channel in itertools.product(*sizes):
         takes = schedules.takes_chunks(key_size, by_channel, 0)
         assert takes == (kib > 99 or key_size <= (64 if by_channel else 16))
         if takes:
-            found = schedules.choose_chunks(key_size, size, blocks, keep, by_channel, 0)
-            assert found.memory(key_size, keep, by_channel) <= kib << 10
+            found = schedules.choose_chunks(key_size, size, blocks, by_channel, 0)
+            assert found.memory(key_size, by_channel) <= kib << 10
             assert found in schedules.catalogue_of_chunks()
+        of_states = schedules.choose_states(key_size, by_channel, 0)
+        assert of_states.memory(key_size, by_channel) <= kib << 10
+        assert of_states in schedules.catalogue_of_states()
     assert not schedules.takes_chunks(144, False, 0)
     if kib == 227:
-        assert schedules.choose_chunks(128, 128, 32, True, False, 0) == schedules.DeltaChunks(2)
-        assert schedules.choose_chunks(128, 128, 256, True, False, 0) == schedules.DeltaChunks(4)
-        assert schedules.choose_chunks(128, 128, 256, False, True, 0) == schedules.DeltaChunks(4)
-        assert schedules.choose_chunks(128, 128, 256, True, True, 0) == schedules.DeltaChunks(4)
+        assert schedules.choose_chunks(128, 128, 32, False, 0) == schedules.DeltaChunks(2)
+        assert schedules.choose_chunks(128, 128, 256, False, 0) == schedules.DeltaChunks(4)
+        assert schedules.choose_chunks(128, 128, 256, True, 0) == schedules.DeltaChunks(4)
 
 
 OF_LINEAR = list(

@@ -131,6 +131,11 @@ CHUNK_FORMS = [
 ]
 CHUNKS = [schedules.DeltaChunks(*of) for of in ((2, 3), (1, 4), (4, 3), (1, 3))] * 2  # a schedule for each
 
+DELTA_STATES = [  # a schedule for each
+    schedules.DeltaStates(*of)
+    for of in ((2, 32, 3), (1, 64, 2), (4, 16, 4), (2, 64, 3), (1, 32, 3), (4, 64, 2), (2, 16, 2), (8, 128, 3))
+]
+
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +144,7 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     host_kernels.use(monkeypatch, delta_prepare)
     monkeypatch.setattr(linear_attention, "choose_linear", lambda *_: LINEAR[0])
     monkeypatch.setattr(linear_attention, "choose_chunks", lambda *_: CHUNKS[0])
+    monkeypatch.setattr(linear_attention, "choose_states", lambda *_: DELTA_STATES[0])
     monkeypatch.setattr(kernels, "takes_chunks", lambda key_size, *_: key_size <= 128)
     monkeypatch.setattr(matmul, "family", lambda device: AMPERE)
     monkeypatch.setattr(matmul, "check_contract", lambda contract, device: None)
@@ -391,6 +397,42 @@ def test_backward(
         want = reference.backward(x, state, grad, of_closed)
         got = kernels.backward(x, state, grad, of_closed, schedule)
         for a, b in zip(got, want, strict=True):
+            if a is None or b is None:
+                assert a is b
+            else:
+                assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize(
+    ("form", "chunks", "states"), [*zip(CHUNK_FORMS, CHUNKS, DELTA_STATES, strict=True)], ids=str
+)
+def test_backward_from_z_of_the_forward(
+    form: tuple[object, ...],
+    chunks: schedules.DeltaChunks,
+    states: schedules.DeltaStates,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which results and states are the same with. Tokens of no sequence have no z."""
+    monkeypatch.setattr(linear_attention, "choose_states", lambda *_: states)
+    for x, state, grad, of_closed in gradients_of(operands(form)):
+        after, wanted = (None if state is None else state.clone() for _ in range(2))
+        out, want, z = torch.zeros_like(x.v), torch.zeros_like(x.v), torch.full(x.v.shape, torch.nan)
+        reference.forward(x, wanted, want, None)
+        kernels.forward(x, after, out, None, chunks, z=z)
+        assert_same_bits(out, want)
+        if wanted is not None:
+            rows = slice(0, x.v.shape[1] * x.q.shape[2] * x.v.shape[2] + 1)  # the count, and the matrix
+            assert_same_bits(after[:, rows], wanted[:, rows])  # type: ignore[index]
+        given = torch.zeros(len(z), dtype=torch.bool)
+        for start, stop in x.bounds():
+            given[start:stop] = True
+        assert z[given].isfinite().all()
+        assert z[~given].isnan().all()
+        for a, b in zip(
+            kernels.backward(x, state, grad, of_closed, GRADIENTS[0], z=z),
+            reference.backward(x, state, grad, of_closed),
+            strict=True,
+        ):
             if a is None or b is None:
                 assert a is b
             else:

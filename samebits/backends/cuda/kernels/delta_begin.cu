@@ -4,20 +4,17 @@
 // docs/contract.md, "Recurrent layers", has the sums. A block takes one head of one chunk. One of its warps also does
 // what linear_begin.cu does.
 //
-// Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and KEEP are those of delta.cu.
+// Macros: TYPE, KEY_SIZE, WARPS and HARDWARE_EXP2 are those of delta.cu.
 
 #define WEIGHTED 0
 #include "linear_begin.cuh"
 
 struct Memory {
-    Stored keys[CHUNK * KEYS];
+    Stored keys[CHUNK * KEYS], queries[CHUNK * KEYS];
     Decays decays;
-#if !KEEP
-    Stored queries[CHUNK * KEYS];
-#endif
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, KEEP ? 8 : 6)
+extern "C" __global__ void __launch_bounds__(THREADS, 6)
     delta_begin(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
@@ -38,11 +35,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEEP ? 8 : 6)
             p.key_size, 0, first, first, p.key_size);
     copy_rows<KEYS, KEY_SIZE>(m.keys, p.k + key_head * p.k_head + token * p.k_token, p.k_token, first, CHUNK,
                               count, p.key_size);
-#if !KEEP
     if (first) copy_rows<KEYS, KEY_SIZE>(m.queries, p.q, 0, 0, first, 0, 0);  // zeros
     copy_rows<KEYS, KEY_SIZE>(m.queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, first,
                               CHUNK, count, p.key_size);
-#endif
     cp_async_commit();
     if (warp == 0) {
         find_decays(p, mine, chunk, head, state, index, m.decays);
@@ -61,10 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEEP ? 8 : 6)
 
     for (int block = warp; block < 10; block += WARPS) {
         const int row = row_of(block), column = column_of(block);
-        float of_keys[2][4] = {};
-#if !KEEP
-        float of_queries[2][4] = {};
-#endif
+        float of_keys[2][4] = {}, of_queries[2][4] = {};
 #pragma unroll
         for (int d = 0; d < KEY_SIZE; d += 16) {
             u32 left[4], right[4];
@@ -72,11 +64,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEEP ? 8 : 6)
             ldmatrix_x4<false>(left, by_rows(m.keys + row * KEYS + d, KEYS));
             mma_m16n8k16<TYPE == BF16>(of_keys[0], left, right);
             mma_m16n8k16<TYPE == BF16>(of_keys[1], left, right + 2);
-#if !KEEP
             ldmatrix_x4<false>(left, by_rows(m.queries + row * KEYS + d, KEYS));
             mma_m16n8k16<TYPE == BF16>(of_queries[0], left, right);
             mma_m16n8k16<TYPE == BF16>(of_queries[1], left, right + 2);
-#endif
         }
 #pragma unroll
         for (int x = 0; x < 8; ++x) {
@@ -85,18 +75,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEEP ? 8 : 6)
             float& y = of_keys[x / 4][x % 4];
             y = j < i ? -__fmul_rn(y, weight) : 0.0f;
             if (row == column) to.own[row / 16][j % 16][i % 16] = y;
-#if !KEEP
             float& of_query = of_queries[x / 4][x % 4];
             of_query = j <= i ? __fmul_rn(of_query, weight) : 0.0f;
-#endif
         }
         const auto pair = [](const float (&of)[2][4], int half, int i) {
             return E::pack(of[half][i], of[half][i + 1]);
         };
-#if !KEEP
         p.scores[index].blocks[block][lane] = make_uint4(pair(of_queries, 0, 0), pair(of_queries, 0, 2),
                                                          pair(of_queries, 1, 0), pair(of_queries, 1, 2));
-#endif
         if (row > column)
             to.earlier[block - row / 16][lane] = make_uint4(pair(of_keys, 0, 0), pair(of_keys, 1, 0),
                                                             pair(of_keys, 0, 2), pair(of_keys, 1, 2));

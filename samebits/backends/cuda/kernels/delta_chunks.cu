@@ -9,15 +9,15 @@
 //   solvers  A warp solves the triangular systems of two such warps' columns, one for each lane. Updates take the place of
 //            values in shared memory. They tell each other by barriers what is there.
 //   results  As many warps as have the matrix compute the results of the chunk before: of its matrix, rounded, and its
-//            updates. Results take the place of updates. For gradients they store what was of that chunk: its matrix and
-//            z are handed to them in shared memory.
+//            updates. Results take the place of updates.
 //   HELPERS  Warps that copy the operands of chunks to come.
 //
 // With a decay for each channel, keys and queries come times their decays, so that nothing of this kernel is scaled but
 // the matrix.
 //
-// Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2, BY_CHANNEL and KEEP are those of delta.cu.
-//   STAGES  chunks in shared memory, at least 3
+// Macros: TYPE, KEY_SIZE, WARPS, HARDWARE_EXP2 and BY_CHANNEL are those of delta.cu.
+//   STAGES    chunks in shared memory, at least 3
+//   LEAVES_Z  1: for a backward, which then needs no system solved again, solvers leave it z of each row
 
 #define WEIGHTED 0
 #define HELPERS (WARPS > 2 ? 1 : 2)
@@ -37,23 +37,6 @@ constexpr int SHARED = WARPS == 1 ? 1 : 2, SOLVERS = WARPS / SHARED, SOLVED = 16
 constexpr int FIRST_RESULT = 32 * (WARPS + HELPERS), FIRST_SOLVER = FIRST_RESULT + THREADS;
 constexpr int ALL = FIRST_SOLVER + 32 * SOLVERS;
 
-// What is stored of a chunk for gradients.
-struct Kept {
-    static constexpr int TILE_LINE = 136;  // in floats
-    // The matrix at its start, as it lies in registers, padded so that columns are read without conflicts of banks; and z,
-    // [column, row].
-    float matrix[WARPS][STEPS * 2 * TILE_LINE + 16], z[WARPS][16 * Z_LINE];
-
-    // Of a lane's four elements of a tile of 8 channels by 16 columns.
-    static __device__ __forceinline__ int place(int tile, int lane) {
-        return tile * TILE_LINE + lane * 4 + lane / 16 * 8;
-    }
-    __device__ __forceinline__ float of_matrix(int d, int e) const {
-        return matrix[e / 16][place(d / 8, e % 8 * 4 + d % 8 / 2) + e % 16 / 8 * 2 + d % 2];
-    }
-    __device__ __forceinline__ float of_z(int i, int e) const { return z[e / 16][e % 16 * Z_LINE + i]; }
-};
-
 struct Memory {
     Stored keys[KEPT_KEYS][CHUNK * KEYS], values[STAGES][CHUNK * VALUES];
 #if BY_CHANNEL
@@ -61,14 +44,10 @@ struct Memory {
     float over_chunk[KEPT_KEYS][KEY_SIZE];
 #endif
     System systems[KEPT_KEYS];
-#if KEEP
-    Kept kept[2];  // of this chunk and the one before
-#else
     float z[WARPS][16 * Z_LINE];         // [column, row]
     uint4 matrix[2][WARPS][STEPS * 32];  // of this chunk and the one before, as left operands of 16 x 16
     Stored queries[KEPT_KEYS][CHUNK * KEYS];
     QueryScores scores[KEPT_KEYS];
-#endif
 };
 
 // Of 16 x 16 elements.
@@ -129,8 +108,8 @@ struct Chunk {
         put(z + block * 16, acc);
     }
 
-    // Carries the matrix on, to the chunk's end. `rounded` gets that of its start, if it is wanted. Keys come to registers
-    // before a meeting, for what follows it.
+    // Carries the matrix on, to the chunk's end. `rounded` gets that of its start. Keys come to registers before a meeting,
+    // for what follows it.
     __device__ __forceinline__ void carry(Part<STEPS>& part, uint4* rounded) const {
         u32 matrix[STEPS][4], right[STEPS][4];
 #pragma unroll
@@ -138,7 +117,7 @@ struct Chunk {
         read(matrix, 0), meet();
         read(matrix, 1);
 #pragma unroll
-        for (int x = 0; rounded && x < STEPS; ++x)
+        for (int x = 0; x < STEPS; ++x)
             rounded[x * 32 + threadIdx.x % 32] =
                 make_uint4(matrix[x][0], matrix[x][1], matrix[x][2], matrix[x][3]);
 #pragma unroll
@@ -223,12 +202,12 @@ struct Chunk {
             for (int i = j + 1; i < 16; ++i) y[i] = __fmaf_rn(weights[j][i], u[j], y[i]);
             if (j + NEXT < 16) load_weights(weights, block, j + NEXT);
         }
-        if constexpr (!WHOLE) __syncwarp();
+        if constexpr (!WHOLE || (LEAVES_Z && SOLVED < 32)) __syncwarp();
         if (SOLVED == 32 || threadIdx.x % 32 < SOLVED) {
 #pragma unroll
             for (int j = 0; j < 16; ++j) to[j * VALUES] = E::narrow(u[j]);
 #pragma unroll
-            for (int i = 0; KEEP && i < 16; i += 4)
+            for (int i = 0; LEAVES_Z && i < 16; i += 4)
                 of_column[i / 4] = make_float4(y[i], y[i + 1], y[i + 2], y[i + 3]);
         }
         __syncwarp();
@@ -250,9 +229,23 @@ struct Chunk {
         }
         meet();
     }
+
+    // Leaves z of a solver's columns, a row `line` behind the last one, of which `columns` exist: while nobody waits for it.
+    __device__ __forceinline__ void leave(float* to, i64 line, int columns) const {
+        const int column = threadIdx.x % SOLVED;
+        const float4* of_column = reinterpret_cast<const float4*>(z + column * Z_LINE);
+        to += column;
+#pragma unroll 4
+        for (int i = 0; i < CHUNK; i += 4) {
+            float four[4];
+            put_four(four, of_column[i / 4]);
+#pragma unroll
+            for (int n = 0; n < 4; ++n, to += line)
+                if (i + n >= first && i + n < count && column < columns) *to = four[n];
+        }
+    }
 };
 
-#if !KEEP
 // A chunk's results, in place of updates, by a warp for 16 columns.
 __device__ __forceinline__ void find_results(const Stored* queries, Stored* updates, const uint4* matrix,
                                              const QueryScores& scores, [[maybe_unused]] const System& system,
@@ -300,7 +293,6 @@ __device__ __forceinline__ void find_results(const Stored* queries, Stored* upda
     }
     __syncwarp();
 }
-#endif
 
 // Stores 16 columns of rows `first` to `last` - 1, of which `columns` exist, by one warp.
 __device__ __forceinline__ void store_rows(Stored* to, i64 line, const Stored* from, int first, int last,
@@ -320,32 +312,6 @@ __device__ __forceinline__ void store_rows(Stored* to, i64 line, const Stored* f
     }
 }
 
-#if KEEP
-// Stores HEIGHT rows of this block's columns, of which those from `first` to `last` - 1 exist, by the warps for results.
-// `of` has an element.
-template <int HEIGHT, class F>
-__device__ __forceinline__ void store_floats(float* to, int size, int first, int last, int columns,
-                                             const F& of) {
-    constexpr int EACH = TILE / 4, STEP = THREADS / EACH;  // threads of a row; rows at a time
-    const int thread = threadIdx.x - FIRST_RESULT, own = thread / EACH, e = thread % EACH * 4;
-    const bool whole = size % 4 == 0;
-    to += own * size + e;
-#pragma unroll 4
-    for (int row = own; row < HEIGHT; row += STEP, to += STEP * size) {
-        if (row < first || row >= last || e >= columns) continue;
-        const float4 four = make_float4(of(row, e), of(row, e + 1), of(row, e + 2), of(row, e + 3));
-        if (whole) {
-            *reinterpret_cast<float4*>(to) = four;
-            continue;
-        }
-        to[0] = four.x;
-        if (e + 1 < columns) to[1] = four.y;
-        if (e + 2 < columns) to[2] = four.z;
-        if (e + 3 < columns) to[3] = four.w;
-    }
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
@@ -359,19 +325,20 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
     const int chunks = mine.number();
     const i64 place = first_chunk(mine.begin, sequence), own = i64(head) * p.key_size * p.size;
     float* state = p.state ? p.state + sequence * p.words : nullptr;
-    const bool updates_state = state && !KEEP && mine.rows > mine.before;
+    const bool updates_state = state && mine.rows > mine.before;
 
     const i64 key_head = head / p.group;
-    const int full = mine.before / CHUNK;  // which records leave out; what is prepared of it comes last
-    const auto record_of = [&](int chunk) {
-        return (place + (BY_CHANNEL && chunk < full ? chunks - 1 : chunk - full)) * p.heads + head;
+#if BY_CHANNEL
+    const int full = mine.before / CHUNK;  // what is prepared of it comes last
+    const auto prepared_at = [&](int chunk) {
+        return (place + (chunk < full ? chunks - 1 : chunk - full)) * p.heads + head;
     };
+#endif
     const auto load_queries = [&](int chunk) {
-#if !KEEP
         if (chunk < 0 || chunk >= chunks) return;
         const int stage = chunk % KEPT_KEYS;
 #if BY_CHANNEL
-        const i64 index = record_of(chunk);
+        const i64 index = prepared_at(chunk);
         copy_rows<KEYS, KEY_SIZE>(m.queries[stage], p.prepared[index].queries[0], KEY_SIZE, 0, CHUNK, CHUNK,
                                   KEY_SIZE);
 #else
@@ -381,7 +348,6 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
                                    mine.first(chunk), mine.count(chunk), p.key_size);
 #endif
         load_whole(m.scores[stage], p.scores[index]);
-#endif
     };
     const auto load = [&](int chunk) {
         load_queries(BY_CHANNEL ? chunk - 1 : chunk);
@@ -389,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
         const int stage = chunk % KEPT_KEYS, first = mine.first(chunk), count = mine.count(chunk);
         const i64 token = mine.token(chunk);
 #if BY_CHANNEL
-        const i64 index = record_of(chunk);
+        const i64 index = prepared_at(chunk);
         const Prepared& from = p.prepared[index];
         const auto whole = [](Stored* to, const Stored* from) {
             copy_rows<KEYS, KEY_SIZE>(to, from, KEY_SIZE, 0, CHUNK, CHUNK, KEY_SIZE);
@@ -437,20 +403,8 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
         const bool stays = updates_state && chunk == chunks - 1;  // open
         Stored* values = m.values[chunk % STAGES] + warp * 16;
         if (!stores) {
-#if KEEP
-            Kept& kept = m.kept[chunk % 2];
-            float* z = kept.z[warp];
-            uint4* rounded = nullptr;
-#pragma unroll
-            for (int x = 0; carries && x < STEPS * 2; ++x) {
-                const float (&c)[4] = part.c[x / 2][x % 2];
-                *reinterpret_cast<float4*>(kept.matrix[warp] + Kept::place(x, threadIdx.x % 32)) =
-                    make_float4(c[0], c[1], c[2], c[3]);
-            }
-#else
             float* z = m.z[warp];
             uint4* rounded = m.matrix[chunk % 2][warp];
-#endif
 #if BY_CHANNEL
             const Stored *keys = m.keys[stage], *written = m.written[stage];
             const float* over_chunk = m.over_chunk[stage];
@@ -459,12 +413,15 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
             const float* over_chunk = m.systems[stage].since + CHUNK - 1;
 #endif
             const int barrier = 1 + warp / SHARED;
+            const i64 token = mine.token(chunk), line = i64(p.heads) * p.size;
             const Chunk mine{keys, written, over_chunk, values, m.systems[stage], z, first, count, barrier};
             if (carries) {
                 if (stays && chunk) part.write(p, state + p.matrix + own, false);
                 mine.carry(part, rounded);
             } else {
                 mine.solve_all();
+                if (LEAVES_Z)
+                    mine.leave(p.z + token * line + i64(head) * p.size + part.first_column, line, columns);
             }
             continue;
         }
@@ -488,27 +445,6 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
             for (int x = first * p.key_size + storer; !whole && x < count * p.key_size; x += THREADS)
                 to[x] = from[x / p.key_size * line + x % p.key_size];
         };
-#if KEEP
-        if (chunk < full) continue;
-        const Kept& kept = m.kept[chunk % 2];
-        const Record record(p.records, record_of(chunk), p.key_size, p.size);
-        store_floats<KEY_SIZE>(record.matrix + first_column, p.size, 0, p.key_size, p.size - first_column,
-                               [&](int d, int e) { return kept.of_matrix(d, e); });
-        store_floats<CHUNK>(record.z + first_column, p.size, first, count, p.size - first_column,
-                            [&](int i, int e) { return kept.of_z(i, e); });
-        uint4* rights = record.rights + part.first_column / 16 * 32 + threadIdx.x % 32;
-#pragma unroll 4
-        for (int x = 0; columns > 0 && x < STEPS; ++x) {
-            const float* from = kept.matrix[warp] + Kept::place(2 * x, threadIdx.x % 32);
-            const float4 low = *reinterpret_cast<const float4*>(from);
-            const float4 high = *reinterpret_cast<const float4*>(from + Kept::TILE_LINE);
-            const u32 left[4] = {E::pack(low.x, low.y), E::pack(low.z, low.w), E::pack(high.x, high.y),
-                                 E::pack(high.z, high.w)};
-            rights[x * ((p.size + 15) / 16) * 32] = turned(left, columns);
-        }
-        store_rows(record.updates + part.first_column, p.size, values, 0, count, columns);
-        if (!BY_CHANNEL && first_column == 0) copy_keys(record.keys, 0);
-#else
         if (stays) {
             Stored* updates = reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
             store_rows(updates + part.first_column, p.size, values, first, count, columns);
@@ -516,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
         if (stays && first_column == 0) {
             copy_keys(reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * p.key_size, first);
 #if BY_CHANNEL
-            const float* decays = p.prepared[record_of(chunk)].decays[0];
+            const float* decays = p.prepared[prepared_at(chunk)].decays[0];
             float* to = state + p.decays_at + i64(head) * CHUNK * p.key_size;
 #pragma unroll 4
             for (int x = first * KEY_SIZE + storer; x < count * KEY_SIZE; x += THREADS)
@@ -532,7 +468,6 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
         const i64 line = i64(p.heads) * p.size;
         store_rows(p.out + mine.token(chunk) * line + i64(head) * p.size + part.first_column, line, values,
                    first, count, columns);
-#endif
     }
     if (p.closed && carries) part.write(p, p.closed + of_sequence, true);
 }

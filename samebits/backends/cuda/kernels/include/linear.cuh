@@ -1,4 +1,5 @@
-// What the kernels of linear attention by chunks share: linear_*.cu, and with the delta rule delta_begin.cu, delta_chunks.cu.
+// What the kernels of linear attention by chunks share: linear_*.cu, and with the delta rule delta_begin.cu, delta_chunks.cu,
+// delta_states.cu.
 #pragma once
 
 #define TENSOR_CORE 1
@@ -55,6 +56,7 @@ struct Params {
     uint4* matrices;  // [places, heads]: at chunks' starts, rounded, transposed, as left operands of 16 x 16
     System* systems;  // [places, heads], with the delta rule
     QueryScores* scores;  // [places, heads]: of its queries
+    float* z;             // [tokens, heads, size], of the delta rule, for its gradients
     i64 q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
         weight_token, weight_head;
     i64 words;                                          // of a sequence's state
@@ -83,16 +85,16 @@ __device__ __forceinline__ Stored* opened_updates(const Params& p, int sequence,
 }
 
 // Copies rows `first` to `last` - 1, of `size` elements. Those from `count` on are zeros.
-template <int LINE, int WIDTH>
-__device__ __forceinline__ void copy_rows(Stored* to, const Stored* from, i64 line, int first, int last,
-                                          int count, int size) {
-    constexpr int PER = 16 / SIZE, EACH = WIDTH / PER, STEP = COPIERS / EACH;  // of a row; rows at a time
+template <int LINE, int WIDTH, class T>
+__device__ __forceinline__ void copy_rows(T* to, const T* from, i64 line, int first, int last, int count,
+                                          int size) {
+    constexpr int SIZE = sizeof(T), PER = 16 / SIZE, EACH = WIDTH / PER, STEP = COPIERS / EACH;  // of a row; rows at a time
     constexpr bool KEEPS_PLACE = COPIERS % EACH == 0 && CHUNK % STEP == 0;     // a thread, in each row
     if ((reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16) {
 #pragma unroll 1
         for (int x = first * WIDTH + copier(); x < last * WIDTH; x += COPIERS) {
             const int row = x / WIDTH, at = x % WIDTH;
-            to[row * LINE + at] = row < count && at < size ? from[row * line + at] : E::narrow(0.0f);
+            to[row * LINE + at] = row < count && at < size ? from[row * line + at] : T();
         }
     } else if (KEEPS_PLACE && first == 0 && min(last, count) == CHUNK && size >= WIDTH) {
         const int own = copier() / EACH, at = copier() % EACH * PER;

@@ -1,4 +1,4 @@
-// A warp's part of the matrix that goes from chunk to chunk: linear_states.cu, delta_chunks.cu.
+// A warp's part of the matrix that goes from chunk to chunk: linear_states.cu, delta_chunks.cu, delta_states.cu.
 #pragma once
 
 #include "linear.cuh"
@@ -87,12 +87,19 @@ struct Part {
     template <int LINE, int VALUES>
     __device__ __forceinline__ void add(const Stored* keys, const Stored* values, const float* by,
                                         int count) {
+        add<LINE>(keys, count, [&](u32 (&left)[4], int j) {
+            ldmatrix_x4<true>(left, by_columns(values + j * VALUES, VALUES));
+            scale_pairs(left, by + j);
+        });
+    }
+    // The same of left operands: `f` finds that of 16 rows.
+    template <int LINE, class F>
+    __device__ __forceinline__ void add(const Stored* keys, int count, const F& f) {
 #pragma unroll
         for (int j = 0; j < CHUNK; j += 16) {
             if (j >= count) break;
             u32 left[4];
-            ldmatrix_x4<true>(left, by_columns(values + j * VALUES, VALUES));
-            scale_pairs(left, by + j);
+            f(left, j);
 #pragma unroll
             for (int x = 0; x < WIDE; ++x) {
                 u32 right[4];
