@@ -13,10 +13,10 @@ layers":
   ``dbeta`` and ``dweights`` are float32, and None where there is no such operand; ``dinitial`` is None if
   ``x.initial`` is. That of ``x.skip`` needs nothing of this, and is left to the operator.
 
-One for GPUs also has ``keeps_z(contract: str, key_size: int, by_channel: bool, device: int) -> bool``: whether
-a backward of the delta rule takes ``z=``, float32 of v's shape, contiguous, that the forward has filled, which
-takes it by this name, too. It is the contract's z of each row: with it no triangular system is solved again.
-Tokens of no sequence have none.
+A backend for GPUs also has ``keeps_z(contract: str, key_size: int, by_channel: bool, device: int) -> bool``:
+whether its backward of the delta rule wants the contract's z of each row, so that no triangular system is
+solved again. Both functions then take ``z=``, float32 of v's shape, contiguous. The forward fills it, but for
+tokens of no sequence.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from samebits import FMA, TENSOR_CORE, RecurrentState
 from samebits.backends.delta import layout
 from samebits.contract import HOPPER
 from samebits.testing import assert_same_bits
+from tests.support.fake_gpu import fake_gpu
 from tests.support.naive_delta import Naive
 
 OPERATIONS = ("gated_delta_rule", "kda", "lightning_attention")
@@ -324,6 +326,52 @@ def test_states_of_other_calls_are_refused() -> None:
         RecurrentState(state.layout, state.data[:, 1:])
     with pytest.raises(ValueError, match="expected dense, aligned rows"):  # which sequences would share
         RecurrentState(state.layout, state.data[:1].expand(4, -1))
+
+
+def z_saved(given: dict[str, Tensor], **options: Any) -> int:
+    """How many tensors of the shape and type of z a call leaves its backward."""
+    saved: list[Tensor] = []
+
+    def note(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        samebits.gated_delta_rule(**leaves, **options)
+    alike = (t for t in saved if t.dtype == torch.float32 and t.shape == given["v"].shape[1:])
+    return len([*alike]) - (given["v"].dtype == torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "key_size", "contract", "on_gpu", "count"),
+    [
+        *((torch.bfloat16, 16, None, on_gpu, int(on_gpu)) for on_gpu in (False, True)),
+        (torch.bfloat16, 16, FMA, True, 0),
+        (torch.bfloat16, 144, None, True, 0),
+        (torch.float32, 16, None, True, 0),
+    ],
+)
+def test_what_a_forward_saves(
+    dtype: torch.dtype, key_size: int, contract: Any, on_gpu: bool, count: int
+) -> None:
+    """z where a backward takes it, and nothing in its place elsewhere."""
+    given = operands("gated_delta_rule", dtype, 1, 70, sizes=(key_size, 8))
+    with fake_gpu() if on_gpu else contextlib.nullcontext():
+        assert z_saved(given, contract=contract) == count
+
+
+def test_a_training_step_that_is_compiled() -> None:
+    given = operands("gated_delta_rule", torch.bfloat16, 1, 70)
+    leaves = [t.requires_grad_() for t in given.values()]
+
+    def loss(*x: Tensor) -> Tensor:
+        return samebits.gated_delta_rule(*x)[0].float().square().sum()
+
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    got = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*leaves), leaves)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("operation", [*OPERATIONS, "weighted"])

@@ -5,8 +5,9 @@ where it has many, :mod:`samebits.backends.cuda.linear_attention`. With a decay 
 ``delta_prepare.cu`` computes what does not depend on a state of all chunks before.
 
 For gradients a kernel goes through the chunks again, and keeps a record of each of them: the forward's, or
-where that has saved z of each row (see :func:`keeps_z`) a faster one. Another goes through them backwards, as each needs the gradient of the next one's matrix. With both in its record,
-every chunk's other gradients are computed by themselves. Without the delta rule, with tensor cores,
+where that has saved z of each row (see :func:`keeps_z`) a faster one. Another goes through them backwards, as
+each needs the gradient of the next one's matrix. With both in its record, every chunk's other gradients are
+computed by themselves. Without the delta rule, with tensor cores,
 :mod:`samebits.backends.cuda.linear_attention` has gradients without records.
 """
 
@@ -19,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samebits.backends.arch import SM_80
-from samebits.backends.cuda import compiler, linear_attention, matmul, runtime, ssd_steps
+from samebits.backends.cuda import linear_attention, matmul, runtime, ssd_steps
 from samebits.backends.cuda.delta_prepare import (
     Prepared,
     dense,
@@ -38,28 +38,26 @@ from samebits.backends.cuda.delta_schedules import (
     DeltaGradients,
     Schedule,
     Step,
-    chains_memory,
     choose,
     choose_of_gradients,
     choose_step,
     record_bytes,
     takes_chunks,
 )
+from samebits.backends.cuda.delta_specs import gradients_spec, kernel_spec, step_spec, sums_spec
 from samebits.backends.cuda.linear_schedules import (
     Linear,
     LinearGradients,
     choose_linear_gradients,
     padded_size,
 )
-from samebits.backends.cuda.operands import TYPES, address
+from samebits.backends.cuda.operands import address
 from samebits.backends.delta import Delta, layout
 from samebits.backends.recurrent import CHUNK
 from samebits.contract import contract_from_key
 
-__all__ = ["backward", "forward", "gradients_spec", "keeps_z", "kernel_spec", "step_spec"]
+__all__ = ["backward", "forward", "gradients_spec", "keeps_z", "kernel_spec", "step_spec", "sums_spec"]
 
-_PARAMS = "13P13q12ifP"
-"""``struct Params`` of the forward's kernels."""
 _MOST_SEQUENCES = 65_535
 """Of a call: blocks in a grid's third dimension."""
 
@@ -75,79 +73,7 @@ def _is_step(x: Delta, q: Tensor, k: Tensor, state: Tensor | None, out: Tensor |
     return whole and not (pairs & 1 or lines & 15)
 
 
-def kernel_spec(
-    schedule: Schedule,
-    dtype: torch.dtype,
-    key_size: int,
-    *,
-    tensor_core: bool,
-    hardware_exp2: bool,
-    delta: bool,
-    vector: bool,
-    by_channel: bool = False,
-    weighted: bool = False,
-    keep: bool = False,
-) -> compiler.KernelSpec:
-    """The kernel of ``delta.cu`` for keys of `key_size`, a multiple of 16."""
-    constants = (
-        ("TYPE", TYPES[dtype]),
-        ("TENSOR_CORE", int(tensor_core)),
-        ("KEY_SIZE", key_size),
-        ("TILE", schedule.tile),
-        ("ROWS", schedule.rows),
-        ("WARPS", schedule.warps),
-        ("STAGES", schedule.stages),
-        ("HARDWARE_EXP2", int(hardware_exp2)),
-        ("DELTA", int(delta)),
-        ("VECTOR", int(vector)),
-        ("BY_CHANNEL", int(by_channel)),
-        ("WEIGHTED", int(weighted)),
-        ("KEEP", int(keep)),
-    )
-    return compiler.KernelSpec(
-        "delta.cu",
-        "delta",
-        _PARAMS,
-        constants,
-        block=32 * schedule.warps,
-        smem=-(-schedule.memory(dtype, key_size, tensor_core, by_channel, weighted) // 16) * 16,
-        oldest=SM_80,
-    )
-
-
 _kernel = runtime.loader(kernel_spec)
-
-
-def step_spec(
-    schedule: Step,
-    dtype: torch.dtype,
-    key_size: int,
-    size: int,
-    *,
-    hardware_exp2: bool,
-    delta: bool,
-    by_channel: bool = False,
-    weighted: bool = False,
-    steps: ssd_steps.Form | None = None,
-    programmatic: bool = False,
-) -> compiler.KernelSpec:
-    """The kernel for one token of each sequence; with `steps`, one that has what Mamba 2 needs of them."""
-    constants: tuple[tuple[str, int | str], ...] = (
-        *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("VALUE_SIZE", size), ("TILE", schedule.tile)),
-        *(("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta)), ("BY_CHANNEL", int(by_channel))),
-        *(("WEIGHTED", int(weighted)), ("WARPS", schedule.warps)),
-        *(() if steps is None else ssd_steps.constants_of(*steps)),
-    )
-    smem = -(-schedule.memory(dtype, key_size, by_channel) // 16) * 16
-    entry = "delta_step" + schedule.few * ("_few_channels" if by_channel else "_few")
-    return compiler.KernelSpec(
-        *(f"{entry}.cu", entry, _PARAMS + ("" if steps is None else ssd_steps.PARAMS), constants),
-        block=32 * schedule.warps,
-        smem=smem,
-        # More blocks than multiprocessors fill these unevenly if they begin early.
-        programmatic=programmatic and (schedule.few or schedule.tile == (64 if by_channel else 32)),
-        oldest=SM_80,
-    )
 
 
 _step_kernel = runtime.loader(step_spec)
@@ -269,60 +195,7 @@ def _run(
 # ---- gradients
 
 
-def gradients_spec(
-    which: str,
-    schedule: DeltaGradients,
-    dtype: torch.dtype,
-    key_size: int,
-    size: int,
-    *,
-    tensor_core: bool,
-    hardware_exp2: bool,
-    delta: bool,
-    by_channel: bool = False,
-    weighted: bool = False,
-    lacks: bool = False,
-) -> compiler.KernelSpec:
-    """The kernel of ``delta_WHICH_backward.cu``: `which` is scores, matrices, chains or rows.
-
-    `lacks` says that no rounded matrices are in the records that the forward has left.
-    """
-    warps = schedule.warps(which, tensor_core, by_channel)
-    constants: tuple[tuple[str, int | str], ...] = (
-        *(("TYPE", TYPES[dtype]), ("TENSOR_CORE", int(tensor_core)), ("KEY_SIZE", key_size)),
-        *(("WARPS", warps), ("HARDWARE_EXP2", int(hardware_exp2)), ("DELTA", int(delta))),
-        *(("BY_CHANNEL", int(by_channel)), ("WEIGHTED", int(weighted))),
-    )
-    if which == "matrices":
-        constants += (("TILE", schedule.tile), ("STAGES", schedule.stages))
-        constants += (("REGISTERS", 1),) if schedule.registers else ()
-    elif which == "rows":
-        constants += (("VALUE_SIZE", padded_size(size)), ("STAGED", int(schedule.staged)))
-    elif which == "chains":
-        constants += (("VALUE_SIZE", padded_size(size)), ("RIGHTS", 2 * (not schedule.registers) + lacks))
-    matrices, rows = schedule.memory(dtype, key_size, size, tensor_core, by_channel)
-    smem = {
-        "matrices": matrices,
-        "rows": rows,
-        "scores": CHUNK * (4 * (key_size + 8) + 4),
-        "chains": chains_memory(size),
-    }[which]
-    name = f"delta_{which}_backward"
-    return compiler.KernelSpec(
-        *(f"{name}.cu", name, "17P7q6ifP" + "P" * by_channel, constants),
-        block=32 * warps,
-        smem=-(-smem // 16) * 16,
-        oldest=SM_80,
-    )
-
-
 _gradients_kernel = runtime.loader(gradients_spec)
-
-
-def sums_spec(dtype: torch.dtype, each: int) -> compiler.KernelSpec:
-    """The kernel of ``delta_sums_backward.cu``, whose threads have so many neighbours."""
-    constants = (("TYPE", TYPES[dtype]), ("WARPS", 8), ("EACH", each))
-    return compiler.KernelSpec("delta_sums_backward.cu", "delta_sums_backward", "3P2iq", constants, block=256)
 
 
 _sums_kernel = runtime.loader(sums_spec)
@@ -382,7 +255,15 @@ def backward(
 def _z_of(x: Delta, state: Tensor | None) -> Tensor:
     """What the forward has not saved."""
     z = runtime.empty(x.v.shape, torch.float32, x.v.get_device())
-    _run(x, None if state is None else state.clone(), torch.empty_like(z, dtype=x.v.dtype), None, None, None, z=z)
+    _run(
+        x,
+        None if state is None else state.clone(),
+        torch.empty_like(z, dtype=x.v.dtype),
+        None,
+        None,
+        None,
+        z=z,
+    )
     return z
 
 

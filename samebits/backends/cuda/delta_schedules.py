@@ -278,6 +278,7 @@ def choose_states(key_size: int, by_channel: bool, device: int) -> DeltaStates:
     wanted = [DeltaStates(4, 64, stages) for stages in (4, 3, 2)]
     return next((s for s in wanted if s.memory(key_size, by_channel) <= most), wanted[-1])
 
+
 def chains_memory(size: int) -> int:
     """Bytes of shared memory of a block of the kernel that has gradients along rows of records."""
     width = min(padded_size(size), 128)

@@ -7,9 +7,9 @@ all other gradients are computed at once.
 
 With it (``delta_begin.cu``, ``delta_chunks.cu``) there are two: what chunks need of keys, queries and decays,
 and then all else, from chunk to chunk. With a decay for each channel
-:mod:`samebits.backends.cuda.delta_prepare` has the first. The second also leaves z of each row where gradients
-are recorded. With these ``delta_states.cu`` goes through the chunks again, in a third of the time, and leaves
-records for :mod:`samebits.backends.cuda.delta`.
+:mod:`samebits.backends.cuda.delta_prepare` has the first. The second also leaves z of each row where
+gradients are recorded. From it ``delta_states.cu`` knows all updates: it goes through the chunks again, and
+leaves records for :mod:`samebits.backends.cuda.delta`.
 """
 
 from __future__ import annotations

@@ -364,11 +364,28 @@ def test_a_call_announces_all_kernels_that_it_loads(decays: object) -> None:
     told: list[list[KernelSpec]] = []
     with fake_gpu() as gpu, runtime.before_loading(lambda specs, device: told.append([*specs])):
         x = operands((torch.bfloat16, True, True, decays, 1, 1, 64, 64))
-        kernels.forward(x, None, empty_results(x), None)
+        z = torch.empty(x.v.shape)
+        kernels.forward(x, None, empty_results(x), None, z=z)
         assert len(told) == 1
         assert {*told[0]} == {*gpu._kernels}
-        kernels.backward(x, None, x.v, None)
+        kernels.backward(x, None, x.v, None, z=z)
         assert {*told[1]} == {*gpu._kernels} - {*told[0]}
+
+
+@pytest.mark.parametrize("decays", [True, "channels"])
+def test_a_backward_with_z_solves_no_system(decays: object) -> None:
+    """Without, it takes the forward first."""
+    with fake_gpu() as gpu:
+        x = operands((torch.bfloat16, True, True, decays, 1, 1, 64, 64))
+        kernels.backward(x, None, x.v, None, z=torch.empty(x.v.shape))
+        sources = [spec.source for spec in gpu.specs]
+        assert "delta_states.cu" in sources[:2]
+        assert not {"delta.cu", "delta_begin.cu", "delta_chunks.cu"} & {*sources}
+        gpu.start()
+        kernels.backward(x, None, x.v, None)
+        again = [spec.source for spec in gpu.specs]
+        assert again[1] == "delta_chunks.cu"
+        assert again[2:] == sources
 
 
 @pytest.mark.parametrize("decays", [True, "channels"])
@@ -767,6 +784,58 @@ def test_gradients_have_the_references_bits(
                 assert_same_bits(a.cpu(), b)
         if state is not None:  # another backward may start from it
             assert torch.equal(state, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("form", "number"), in_turns(range(len(schedules.catalogue_of_states())), CHUNK_FORMS)
+)
+def test_every_schedule_of_states_has_the_references_bits(
+    form: tuple[object, ...], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From z that each schedule of whole chunks has left. Results are the same with z."""
+    states, of_chunks = schedules.catalogue_of_states()[number], schedules.catalogue_of_chunks()
+    chunks = of_chunks[number % len(of_chunks)]
+    monkeypatch.setattr(linear_attention, "choose_states", lambda *_: states)
+    for x, *given in gradients_of(operands(form)):
+        want, wanted_out = reference.backward(x, *given), torch.zeros_like(x.v)
+        before, *_ = given
+        reference.forward(x, None if before is None else before.clone(), wanted_out, None)
+        moved = {
+            field.name: t.cuda() if isinstance(t := getattr(x, field.name), Tensor) else t
+            for field in dataclasses.fields(x)
+        }
+        on_gpu = Delta(**moved | {"contract": TENSOR_CORE.key})
+        state, *grads = (None if t is None else t.cuda() for t in given)
+        z = torch.full(x.v.shape, torch.nan, device="cuda")
+        out = torch.zeros_like(on_gpu.v)
+        kernels.forward(on_gpu, None if state is None else state.clone(), out, None, chunks, z=z)
+        assert_same_bits(out.cpu(), wanted_out)
+        assert z[:2].isnan().all()  # tokens of no sequence
+        for a, b in zip(kernels.backward(on_gpu, state, *grads, z=z), want, strict=True):
+            if a is None or b is None:
+                assert a is b
+            else:
+                assert_same_bits(a.cpu(), b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key_size", [64, 144])
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
+def test_a_compiled_training_step_has_the_same_bits(operation: str, key_size: int) -> None:
+    """Tensors without data have the shape of what a forward saves."""
+    r, sizes = torch.Generator().manual_seed(0), ((key_size,), (key_size,), (64,))
+    leaves = [torch.randn(1, 150, 2, *of, generator=r).to(torch.bfloat16) / 4 for of in sizes]
+    leaves.append(-torch.rand(1, 150, 2, *((key_size,) if operation == "kda" else ()), generator=r))
+    leaves.append(torch.rand(1, 150, 2, generator=r))
+    leaves = [t.cuda().requires_grad_() for t in leaves]
+
+    def loss(*x: Tensor) -> Tensor:
+        return getattr(samebits, operation)(*x)[0].float().sum()  # type: ignore[no-any-return]
+
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    for a, b in zip(torch.autograd.grad(torch.compile(loss)(*leaves), leaves), want, strict=True):
+        assert_same_bits(a, b)
 
 
 @pytest.mark.gpu

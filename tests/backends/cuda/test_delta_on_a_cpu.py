@@ -133,7 +133,16 @@ CHUNKS = [schedules.DeltaChunks(*of) for of in ((2, 3), (1, 4), (4, 3), (1, 3))]
 
 DELTA_STATES = [  # a schedule for each
     schedules.DeltaStates(*of)
-    for of in ((2, 32, 3), (1, 64, 2), (4, 16, 4), (2, 64, 3), (1, 32, 3), (4, 64, 2), (2, 16, 2), (8, 128, 3))
+    for of in (
+        (2, 32, 3),
+        (1, 64, 2),
+        (4, 16, 4),
+        (2, 64, 3),
+        (1, 32, 3),
+        (4, 64, 2),
+        (2, 16, 2),
+        (8, 128, 3),
+    )
 ]
 
 

@@ -14,8 +14,7 @@ struct Memory {
     Decays decays;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 6)
-    delta_begin(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 6) delta_begin(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
     const int place = blockIdx.x, head = blockIdx.y, sequence = sequence_of(p, place);

@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_states(const __gr
 #else
         part.scale(exp2_of(m.decays[stage].sums[CHUNK - 1]));
 #endif
-        part.add<LINE>(m.keys[stage], CHUNK, [&](u32 (&left)[4], int j) {
+        part.add<LINE>(m.keys[stage], CHUNK, [&](u32(&left)[4], int j) {
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 const int i = j + x / 2 * 8 + in_pair;

@@ -88,8 +88,9 @@ __device__ __forceinline__ Stored* opened_updates(const Params& p, int sequence,
 template <int LINE, int WIDTH, class T>
 __device__ __forceinline__ void copy_rows(T* to, const T* from, i64 line, int first, int last, int count,
                                           int size) {
-    constexpr int SIZE = sizeof(T), PER = 16 / SIZE, EACH = WIDTH / PER, STEP = COPIERS / EACH;  // of a row; rows at a time
-    constexpr bool KEEPS_PLACE = COPIERS % EACH == 0 && CHUNK % STEP == 0;     // a thread, in each row
+    constexpr int SIZE = sizeof(T), PER = 16 / SIZE, EACH = WIDTH / PER,
+                  STEP = COPIERS / EACH;                                    // of a row; rows at a time
+    constexpr bool KEEPS_PLACE = COPIERS % EACH == 0 && CHUNK % STEP == 0;  // a thread, in each row
     if ((reinterpret_cast<u64>(from) | u64(line) * SIZE) % 16) {
 #pragma unroll 1
         for (int x = first * WIDTH + copier(); x < last * WIDTH; x += COPIERS) {

@@ -87,7 +87,7 @@ struct Part {
     template <int LINE, int VALUES>
     __device__ __forceinline__ void add(const Stored* keys, const Stored* values, const float* by,
                                         int count) {
-        add<LINE>(keys, count, [&](u32 (&left)[4], int j) {
+        add<LINE>(keys, count, [&](u32(&left)[4], int j) {
             ldmatrix_x4<true>(left, by_columns(values + j * VALUES, VALUES));
             scale_pairs(left, by + j);
         });
