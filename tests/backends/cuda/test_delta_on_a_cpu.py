@@ -332,6 +332,10 @@ def test_which_kernel_takes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source(x, None) == "linear"
     assert source(dataclasses.replace(x, contract=FMA.key), None) == "delta"
     assert source(operands((*CHUNK_FORMS[0][:6], 144, 40)), None) == "delta"  # of more than 128 channels
+    few = dataclasses.replace(x, spans=x.spans.repeat(4, 1))
+    assert source(few, None) == "delta"
+    kernels.forward(few, None, torch.empty_like(x.v), None, z=torch.empty(x.v.shape))
+    assert launched[1:] == ["linear"]
 
 
 @pytest.mark.parametrize(
