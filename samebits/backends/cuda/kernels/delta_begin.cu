@@ -38,14 +38,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6) delta_begin(const __gri
     copy_rows<KEYS, KEY_SIZE>(m.queries, p.q + key_head * p.q_head + token * p.q_token, p.q_token, first,
                               CHUNK, count, p.key_size);
     cp_async_commit();
+    System& to = p.systems[index];
     if (warp == 0) {
         find_decays(p, mine, chunk, head, state, index, m.decays);
         if (first) copy_opened(p, sequence, head, state, first);
-    }
-    System& to = p.systems[index];
-    for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
-        const bool given = i >= first && i < count;
-        to.betas[i] = given ? p.beta[(token + i) * p.beta_token + head * p.beta_head] : 0.0f;
+    } else if (warp > 1) {
+        for (int i = threadIdx.x - 64; i < CHUNK; i += THREADS - 64) {
+            const bool given = i >= first && i < count;
+            to.betas[i] = given ? p.beta[(token + i) * p.beta_token + head * p.beta_head] : 0.0f;
+        }
     }
     cp_async_wait<0>();
     __syncthreads();

@@ -83,8 +83,10 @@ struct Chunk {
         each(z, acc, [](float2& to, const float* c) { to = make_float2(c[0], c[1]); });
     }
 
-    // z of a block without updates: values, and what is read of the matrix.
-    __device__ __forceinline__ void read(const u32 (&matrix)[STEPS][4], int block) const {
+    // z of a block without updates: values, and what is read of the matrix. Without those of block 0, if these are given.
+    template <bool GIVEN = false>
+    __device__ __forceinline__ void read(const u32 (&matrix)[STEPS][4], int block,
+                                         const u32 (&updates)[4] = {}) const {
         u32 right[STEPS][4], value[4];
         float acc[2][4] = {};
 #pragma unroll
@@ -105,7 +107,16 @@ struct Chunk {
             for (int i = 0; i < 4; ++i)
                 acc[x][i] = __fsub_rn(E::widen(Stored(value[x * 2 + i / 2] >> i % 2 * 16)), acc[x][i]);
         }
+        if constexpr (GIVEN) take_out(acc, block, 0, updates);
         put(z + block * 16, acc);
+    }
+
+    // Takes updates of a block, times their weights, from z of a later one.
+    __device__ __forceinline__ void take_out(float (&acc)[2][4], int block, int earlier,
+                                             const u32 (&updates)[4]) const {
+        const uint4 weights = system.earlier[block * (block - 1) / 2 + earlier][threadIdx.x % 32];
+        const u32 right[4] = {weights.x, weights.y, weights.z, weights.w};
+        step(acc, updates, right);
     }
 
     // Carries the matrix on, to the chunk's end. `rounded` gets that of its start. Keys come to registers before a meeting,
@@ -114,8 +125,11 @@ struct Chunk {
         u32 matrix[STEPS][4], right[STEPS][4];
 #pragma unroll
         for (int x = 0; x < STEPS; ++x) part.rounded(x, matrix[x]);
-        read(matrix, 0), meet();
-        read(matrix, 1);
+#pragma unroll 1
+        for (int block = 0; block < 2; ++block) {
+            read(matrix, block);
+            if (block == 0) meet();
+        }
 #pragma unroll
         for (int x = 0; x < STEPS; ++x)
             rounded[x * 32 + threadIdx.x % 32] =
@@ -126,20 +140,29 @@ struct Chunk {
             const int d = x / 4 * 8 + threadIdx.x % 4 * 2 + x % 2;
             c = __fmul_rn(c, over_chunk[BY_CHANNEL ? d : 0]);
         }
-#pragma unroll
+#pragma unroll 1
         for (int block = 0; block < 4; ++block) {
 #pragma unroll
             for (int x = 0; x < STEPS; ++x)
                 ldmatrix_x4<true>(right[x], by_rows(written + block * 16 * KEYS + x * 16, KEYS));
             meet();
-            u32 updates[4];
+            u32 updates[4], left[4];
             rows(updates, block, 0);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) left[i] = updates[i];
 #if !BY_CHANNEL
-            scale_pairs(updates, system.left + block * 16);
+            scale_pairs(left, system.left + block * 16);
 #endif
 #pragma unroll
-            for (int x = 0; x < STEPS; ++x) step(part.c[x], updates, right[x]);
-            if (block == 0) read(matrix, 2), read(matrix, 3);
+            for (int x = 0; x < STEPS; ++x) step(part.c[x], left, right[x]);
+            if (block == 0)
+#pragma unroll 1
+                for (int later = 2; later < 4; ++later) read<true>(matrix, later, updates);
+            if (block != 1) continue;
+            float acc[2][4];
+            each(z + 3 * 16, acc, [](const float2& from, float* c) { c[0] = from.x, c[1] = from.y; });
+            take_out(acc, 3, 1, updates);
+            put(z + 3 * 16, acc);
         }
     }
 
@@ -147,23 +170,18 @@ struct Chunk {
     // four of five phases of a chunk both have something to do.
     __device__ __forceinline__ void meet() const { wait_for<MET>(barrier); }
 
-    // Takes earlier blocks' updates, times their weights, from z of a block.
-    __device__ __forceinline__ void take_out_earlier(int block) const {
+    // Takes the updates of the block before from z of a block. The warps of the matrix have taken out those of others.
+    __device__ __forceinline__ void take_out_last(int block) const {
         float acc[SHARED][2][4];
 #pragma unroll
         for (int x = 0; x < SHARED; ++x)
             each(z + x * 16 * Z_LINE + block * 16, acc[x],
                  [](const float2& from, float* c) { c[0] = from.x, c[1] = from.y; });
 #pragma unroll
-        for (int j = 0; j < block; ++j) {
-            const uint4 weights = system.earlier[block * (block - 1) / 2 + j][threadIdx.x % 32];
-            const u32 right[4] = {weights.x, weights.y, weights.z, weights.w};
-#pragma unroll
-            for (int x = 0; x < SHARED; ++x) {
-                u32 left[4];
-                rows(left, j, x * 16);
-                step(acc[x], left, right);
-            }
+        for (int x = 0; x < SHARED; ++x) {
+            u32 updates[4];
+            rows(updates, block - 1, x * 16);
+            take_out(acc[x], block, block - 1, updates);
         }
 #pragma unroll
         for (int x = 0; x < SHARED; ++x) put(z + x * 16 * Z_LINE + block * 16, acc[x]);
@@ -215,13 +233,13 @@ struct Chunk {
 
     // Updates of all blocks.
     __device__ __forceinline__ void solve_all() const {
-#pragma unroll
+#pragma unroll 1
         for (int block = 0; block < 4; ++block) {
             float weights[16][16];
 #pragma unroll
             for (int j = 0; j < NEXT; ++j) load_weights(weights, block, j);
             meet();
-            if (block) take_out_earlier(block);
+            if (block) take_out_last(block);
             if (block * 16 >= first && block * 16 + 16 <= count)
                 solve<true>(weights, block);
             else
