@@ -7,7 +7,8 @@
 //   matrix   A warp has its columns' part of the matrix in registers, transposed, with all channels of keys. It finds
 //            what a chunk's keys read of it, a block of 16 rows after the other, and adds each block's updates.
 //   solvers  A warp solves the triangular systems of two such warps' columns, one for each lane. Updates take the place of
-//            values in shared memory. They tell each other by barriers what is there.
+//            values in shared memory. They tell each other by barriers what is there. A turn of each one's loop is a
+//            block: where blocks had code of their own, warps waited for instructions.
 //   results  As many warps as have the matrix compute the results of the chunk before: of its matrix, rounded, and its
 //            updates. Results take the place of updates.
 //   HELPERS  Warps that copy the operands of chunks to come.
@@ -64,7 +65,7 @@ struct Chunk {
     const System& system;
     float* z;
     int first, count;  // rows that are tokens of this call
-    int barrier;
+    int barrier;       // the first of four
 
     // A block's rows of 16 columns of values, or of what has taken their place, as left operand.
     __device__ __forceinline__ void rows(u32 (&left)[4], int block, int column) const {
@@ -119,8 +120,8 @@ struct Chunk {
         step(acc, updates, right);
     }
 
-    // Carries the matrix on, to the chunk's end. `rounded` gets that of its start. Keys come to registers before a meeting,
-    // for what follows it.
+    // Carries the matrix on, to the chunk's end. `rounded` gets that of its start. Keys come to registers while it waits for
+    // updates.
     __device__ __forceinline__ void carry(Part<STEPS>& part, uint4* rounded) const {
         u32 matrix[STEPS][4], right[STEPS][4];
 #pragma unroll
@@ -128,7 +129,7 @@ struct Chunk {
 #pragma unroll 1
         for (int block = 0; block < 2; ++block) {
             read(matrix, block);
-            if (block == 0) meet();
+            say_read(block);
         }
 #pragma unroll
         for (int x = 0; x < STEPS; ++x)
@@ -145,7 +146,7 @@ struct Chunk {
 #pragma unroll
             for (int x = 0; x < STEPS; ++x)
                 ldmatrix_x4<true>(right[x], by_rows(written + block * 16 * KEYS + x * 16, KEYS));
-            meet();
+            await_updates(block);
             u32 updates[4], left[4];
             rows(updates, block, 0);
 #pragma unroll
@@ -155,20 +156,26 @@ struct Chunk {
 #endif
 #pragma unroll
             for (int x = 0; x < STEPS; ++x) step(part.c[x], left, right[x]);
-            if (block == 0)
+            if (block == 0) {
 #pragma unroll 1
                 for (int later = 2; later < 4; ++later) read<true>(matrix, later, updates);
-            if (block != 1) continue;
-            float acc[2][4];
-            each(z + 3 * 16, acc, [](const float2& from, float* c) { c[0] = from.x, c[1] = from.y; });
-            take_out(acc, 3, 1, updates);
-            put(z + 3 * 16, acc);
+                say_read(2);
+            } else if (block == 1) {
+                float acc[2][4];
+                each(z + 3 * 16, acc, [](const float2& from, float* c) { c[0] = from.x, c[1] = from.y; });
+                take_out(acc, 3, 1, updates);
+                put(z + 3 * 16, acc);
+                say_read(3);
+            }
         }
     }
 
-    // Warps of the matrix and their solver: what one of them has done in a phase, the other goes on from in the next. In
-    // four of five phases of a chunk both have something to do.
-    __device__ __forceinline__ void meet() const { wait_for<MET>(barrier); }
+    // Warps of the matrix say that z of a block is there, and their solver that its updates are. One of them may be a
+    // block ahead, so barriers of even and odd blocks differ.
+    __device__ __forceinline__ void say_read(int block) const { arrive_at<MET>(barrier + block % 2); }
+    __device__ __forceinline__ void await_read(int block) const { wait_for<MET>(barrier + block % 2); }
+    __device__ __forceinline__ void say_updates(int block) const { arrive_at<MET>(barrier + 2 + block % 2); }
+    __device__ __forceinline__ void await_updates(int block) const { wait_for<MET>(barrier + 2 + block % 2); }
 
     // Takes the updates of the block before from z of a block. The warps of the matrix have taken out those of others.
     __device__ __forceinline__ void take_out_last(int block) const {
@@ -238,14 +245,14 @@ struct Chunk {
             float weights[16][16];
 #pragma unroll
             for (int j = 0; j < NEXT; ++j) load_weights(weights, block, j);
-            meet();
+            await_read(block);
             if (block) take_out_last(block);
             if (block * 16 >= first && block * 16 + 16 <= count)
                 solve<true>(weights, block);
             else
                 solve<false>(weights, block);
+            say_updates(block);
         }
-        meet();
     }
 
     // Leaves z of a solver's columns, a row `line` behind the last one, of which `columns` exist: while nobody waits for it.
@@ -270,7 +277,7 @@ __device__ __forceinline__ void find_results(const Stored* queries, Stored* upda
                                              float scale) {
     const int lane = threadIdx.x % 32, in_row = lane / 4, in_pair = lane % 4 * 2;
     float acc[4][2][4] = {};
-#pragma unroll
+#pragma unroll 1
     for (int x = 0; x < STEPS; ++x) {
         const uint4 both = matrix[x * 32 + lane];
         const u32 right[4] = {both.x, both.z, both.y, both.w};
@@ -430,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
             const Stored *keys = m.keys[stage], *written = keys;
             const float* over_chunk = m.systems[stage].since + CHUNK - 1;
 #endif
-            const int barrier = 1 + warp / SHARED;
+            const int barrier = 1 + warp / SHARED * 4;
             const i64 token = mine.token(chunk), line = i64(p.heads) * p.size;
             const Chunk mine{keys, written, over_chunk, values, m.systems[stage], z, first, count, barrier};
             if (carries) {
