@@ -23,6 +23,7 @@
 #define WEIGHTED 0
 #define HELPERS (WARPS > 2 ? 1 : 2)
 #define SYSTEMS 1
+#include "launch.cuh"
 #include "linear_part.cuh"
 #include "named_barriers.cuh"
 
@@ -196,7 +197,7 @@ struct Chunk {
     }
 
     // Asks for a block's weights of row j. It takes longer to get them than to solve a row: NEXT rows are on their way.
-    static constexpr int NEXT = WARPS > 2 ? 3 : 8;  // more warps have fewer registers
+    static constexpr int NEXT = 8;
     __device__ __forceinline__ void load_weights(float (&weights)[16][16], int block, int j) const {
 #pragma unroll
         for (int i = (j + 1) / 4 * 4; j < 15 && i < 16; i += 4)
@@ -337,51 +338,60 @@ __device__ __forceinline__ void store_rows(Stored* to, i64 line, const Stored* f
     }
 }
 
-extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) unsigned char bytes[];
-    Memory& m = *reinterpret_cast<Memory*>(bytes);
-    const int head = blockIdx.y, sequence = blockIdx.z, first_column = blockIdx.x * TILE;
-    const int storer = threadIdx.x - FIRST_RESULT;  // of the warps for results
-    const bool carries = threadIdx.x < THREADS, copies = !carries && storer < 0;
-    const bool solves = threadIdx.x >= FIRST_SOLVER, stores = storer >= 0 && !solves;
-    // Which 16 columns are a warp's, or the first ones.
-    const int warp = solves ? (storer - THREADS) / 32 * SHARED : (stores ? storer : int(threadIdx.x)) / 32;
-    const Chunks mine(p, sequence, rows_before(p, sequence));
-    const int chunks = mine.number();
-    const i64 place = first_chunk(mine.begin, sequence), own = i64(head) * p.key_size * p.size;
-    float* state = p.state ? p.state + sequence * p.words : nullptr;
-    const bool updates_state = state && mine.rows > mine.before;
+// The roles of a block's warps. Each goes through the chunks by itself, so that it has all registers.
+struct Block {
+    const Params& p;
+    Memory& m;
+    const Chunks rows;
+    const int chunks, head, sequence, first_column;
+    const i64 place, own, of_sequence;  // of the first chunk, and of a matrix in a state and in a call
+    float* const state;
 
-    const i64 key_head = head / p.group;
+    // Of a state, which has the matrix at the start of the chunk that stays open.
+    __device__ __forceinline__ bool stays(int chunk) const {
+        return state && rows.rows > rows.before && chunk == chunks - 1;
+    }
 #if BY_CHANNEL
-    const int full = mine.before / CHUNK;  // what is prepared of it comes last
-    const auto prepared_at = [&](int chunk) {
+    __device__ __forceinline__ i64 index(int chunk) const {
+        const int full = rows.before / CHUNK;  // what is prepared of it comes last
         return (place + (chunk < full ? chunks - 1 : chunk - full)) * p.heads + head;
-    };
+    }
+#else
+    __device__ __forceinline__ i64 index(int chunk) const { return (place + chunk) * p.heads + head; }
 #endif
-    const auto load_queries = [&](int chunk) {
+    // Rows of results, from a chunk's first one and a column on.
+    __device__ __forceinline__ i64 result(int chunk, int column) const {
+        return (rows.token(chunk) * p.heads + head) * p.size + column;
+    }
+
+    // All have done with a chunk, and the next one is there. Twice: racecheck loses hold of the first time, where some have
+    // met at barriers of their own.
+    static __device__ __forceinline__ void meet() {
+        wait_for<ALL>(15);
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void load_queries(int chunk) const {
         if (chunk < 0 || chunk >= chunks) return;
         const int stage = chunk % KEPT_KEYS;
 #if BY_CHANNEL
-        const i64 index = prepared_at(chunk);
-        copy_rows<KEYS, KEY_SIZE>(m.queries[stage], p.prepared[index].queries[0], KEY_SIZE, 0, CHUNK, CHUNK,
-                                  KEY_SIZE);
+        copy_rows<KEYS, KEY_SIZE>(m.queries[stage], p.prepared[index(chunk)].queries[0], KEY_SIZE, 0, CHUNK,
+                                  CHUNK, KEY_SIZE);
 #else
-        const i64 index = (place + chunk) * p.heads + head;
         load_given<KEYS, KEY_SIZE>(m.queries[stage],
-                                   p.q + key_head * p.q_head + mine.token(chunk) * p.q_token, p.q_token,
-                                   mine.first(chunk), mine.count(chunk), p.key_size);
+                                   p.q + head / p.group * p.q_head + rows.token(chunk) * p.q_token, p.q_token,
+                                   rows.first(chunk), rows.count(chunk), p.key_size);
 #endif
-        load_whole(m.scores[stage], p.scores[index]);
-    };
-    const auto load = [&](int chunk) {
+        load_whole(m.scores[stage], p.scores[index(chunk)]);
+    }
+
+    __device__ __forceinline__ void load(int chunk) const {
         load_queries(BY_CHANNEL ? chunk - 1 : chunk);
         if (chunk >= chunks) return;
-        const int stage = chunk % KEPT_KEYS, first = mine.first(chunk), count = mine.count(chunk);
-        const i64 token = mine.token(chunk);
+        const int stage = chunk % KEPT_KEYS, first = rows.first(chunk), count = rows.count(chunk);
+        const i64 token = rows.token(chunk);
 #if BY_CHANNEL
-        const i64 index = prepared_at(chunk);
-        const Prepared& from = p.prepared[index];
+        const Prepared& from = p.prepared[index(chunk)];
         const auto whole = [](Stored* to, const Stored* from) {
             copy_rows<KEYS, KEY_SIZE>(to, from, KEY_SIZE, 0, CHUNK, CHUNK, KEY_SIZE);
         };
@@ -391,108 +401,143 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_c
         const Stored* opened =
             reinterpret_cast<const Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
 #else
-        const i64 index = (place + chunk) * p.heads + head;
         const Stored* opened = opened_updates(p, sequence, head);
         load_rows<KEYS, KEY_SIZE>(m.keys[stage], opened_keys(p, sequence, head), p.key_size,
-                                  p.k + key_head * p.k_head + token * p.k_token, p.k_token, first, count,
-                                  p.key_size);
+                                  p.k + head / p.group * p.k_head + token * p.k_token, p.k_token, first,
+                                  count, p.key_size);
 #endif
         load_rows<VALUES, TILE>(m.values[chunk % STAGES], opened + first_column, p.size,
                                 p.v + head * p.v_head + first_column + token * p.v_token, p.v_token, first,
                                 count, p.size - first_column);
-        load_whole(m.systems[stage], p.systems[index]);
-    };
-
-    Part<STEPS> part;
-    part.first_key = 0, part.first_column = first_column + warp * 16;
-    const int columns = p.size - part.first_column;  // that exist, of this warp's
-    const i64 of_sequence = sequence * i64(p.heads) * p.key_size * p.size + own;
-    if (carries) part.read(p, state ? state + p.matrix + own : p.initial ? p.initial + of_sequence : nullptr);
-
-    for (int chunk = 0; copies && chunk < AHEAD; ++chunk) {
-        load(chunk);
-        cp_async_commit();
+        load_whole(m.systems[stage], p.systems[index(chunk)]);
     }
-    for (int n = 0; n <= chunks; ++n) {
-        if (copies) cp_async_wait<AHEAD - 1>();
-        wait_for<ALL>(15);  // racecheck loses hold of this, where warps have met at barriers of their own
-        __syncthreads();
-        if (copies) {
-            load(n + AHEAD);
+
+    __device__ __forceinline__ void help() const {
+        for (int chunk = 0; chunk < AHEAD; ++chunk) {
+            load(chunk);
             cp_async_commit();
-            continue;
         }
-        const int chunk = n - stores, stage = chunk % KEPT_KEYS;
-        if (chunk < 0 || chunk == chunks) continue;
-        const int first = mine.first(chunk), count = mine.count(chunk);
-        const bool stays = updates_state && chunk == chunks - 1;  // open
-        Stored* values = m.values[chunk % STAGES] + warp * 16;
-        if (!stores) {
-            float* z = m.z[warp];
-            uint4* rounded = m.matrix[chunk % 2][warp];
-#if BY_CHANNEL
-            const Stored *keys = m.keys[stage], *written = m.written[stage];
-            const float* over_chunk = m.over_chunk[stage];
-#else
-            const Stored *keys = m.keys[stage], *written = keys;
-            const float* over_chunk = m.systems[stage].since + CHUNK - 1;
-#endif
-            const int barrier = 1 + warp / SHARED * 4;
-            const i64 token = mine.token(chunk), line = i64(p.heads) * p.size;
-            const Chunk mine{keys, written, over_chunk, values, m.systems[stage], z, first, count, barrier};
-            if (carries) {
-                if (stays && chunk) part.write(p, state + p.matrix + own, false);
-                mine.carry(part, rounded);
-            } else {
-                mine.solve_all();
-                if (LEAVES_Z)
-                    mine.leave(p.z + token * line + i64(head) * p.size + part.first_column, line, columns);
-            }
-            continue;
+        for (int chunk = 0; chunk <= chunks; ++chunk) {
+            cp_async_wait<AHEAD - 1>();
+            meet();
+            load(chunk + AHEAD);
+            cp_async_commit();
         }
-        const auto copy_keys = [&](Stored* to, int first) {
-#if BY_CHANNEL
-            const i64 line = p.k_token;
-            const Stored* from = p.k + key_head * p.k_head + mine.token(chunk) * line;
-#else
-            constexpr int line = KEYS;
-            const Stored* from = m.keys[stage];
-#endif
-            const u64 places = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | u64(line) * SIZE;
-            const bool whole = places % 16 == 0 && p.key_size % 8 == 0;
-#pragma unroll 4
-            for (int x = storer; whole && x < CHUNK * (KEY_SIZE / 8); x += THREADS) {
-                const int i = x / (KEY_SIZE / 8), d = x % (KEY_SIZE / 8) * 8;
-                if (i >= first && i < count && d < p.key_size)
-                    *reinterpret_cast<uint4*>(to + i * p.key_size + d) =
-                        *reinterpret_cast<const uint4*>(from + i * line + d);
-            }
-            for (int x = first * p.key_size + storer; !whole && x < count * p.key_size; x += THREADS)
-                to[x] = from[x / p.key_size * line + x % p.key_size];
-        };
-        if (stays) {
-            Stored* updates = reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
-            store_rows(updates + part.first_column, p.size, values, first, count, columns);
-        }
-        if (stays && first_column == 0) {
-            copy_keys(reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * p.key_size, first);
-#if BY_CHANNEL
-            const float* decays = p.prepared[prepared_at(chunk)].decays[0];
-            float* to = state + p.decays_at + i64(head) * CHUNK * p.key_size;
-#pragma unroll 4
-            for (int x = first * KEY_SIZE + storer; x < count * KEY_SIZE; x += THREADS)
-                if (x % KEY_SIZE < p.key_size) to[x / KEY_SIZE * p.key_size + x % KEY_SIZE] = decays[x];
-#else
-            for (int i = first + storer; i < count; i += THREADS)
-                state[p.decays_at + head * CHUNK + i] = m.systems[stage].sums[i];
-#endif
-            if (head == 0 && storer == 0) state[0] = float(count);
-        }
-        find_results(m.queries[stage], values, m.matrix[chunk % 2][warp], m.scores[stage], m.systems[stage],
-                     p.scale);
-        const i64 line = i64(p.heads) * p.size;
-        store_rows(p.out + mine.token(chunk) * line + i64(head) * p.size + part.first_column, line, values,
-                   first, count, columns);
     }
-    if (p.closed && carries) part.write(p, p.closed + of_sequence, true);
+
+    // What a warp whose first 16 columns these are needs of a chunk.
+    __device__ __forceinline__ Chunk of(int chunk, int warp) const {
+        const int stage = chunk % KEPT_KEYS;
+#if BY_CHANNEL
+        const Stored* written = m.written[stage];
+        const float* over_chunk = m.over_chunk[stage];
+#else
+        const Stored* written = m.keys[stage];
+        const float* over_chunk = m.systems[stage].since + CHUNK - 1;
+#endif
+        return Chunk{m.keys[stage],        written,   over_chunk,        m.values[chunk % STAGES] + warp * 16,
+                     m.systems[stage],     m.z[warp], rows.first(chunk), rows.count(chunk),
+                     1 + warp / SHARED * 4};
+    }
+
+    __device__ __forceinline__ void matrices(int warp) const {
+        Part<STEPS> part;
+        part.first_key = 0, part.first_column = first_column + warp * 16;
+        part.read(p, state ? state + p.matrix + own : p.initial ? p.initial + of_sequence : nullptr);
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            meet();
+            if (chunk && stays(chunk)) part.write(p, computed_here(state + p.matrix + own, state), false);
+            of(chunk, warp).carry(part, m.matrix[chunk % 2][warp]);
+        }
+        meet();
+        if (p.closed) part.write(p, p.closed + of_sequence, true);
+    }
+
+    __device__ __forceinline__ void solve(int warp) const {
+        const int column = first_column + warp * 16;
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            meet();
+            const Chunk mine = of(chunk, warp);
+            mine.solve_all();
+            if (LEAVES_Z) mine.leave(p.z + result(chunk, column), i64(p.heads) * p.size, p.size - column);
+        }
+        meet();
+    }
+
+    // Leaves the rows of the open chunk in the state.
+    __device__ __forceinline__ void keep(int chunk, const Stored* values, int column, int thread) const {
+        const int stage = chunk % KEPT_KEYS, first = rows.first(chunk), count = rows.count(chunk);
+        Stored* updates = reinterpret_cast<Stored*>(state + p.updates) + i64(head) * CHUNK * p.size;
+        store_rows(updates + column, p.size, values, first, count, p.size - column);
+        if (first_column) return;
+        Stored* to = reinterpret_cast<Stored*>(state + p.keys) + i64(head) * CHUNK * p.key_size;
+#if BY_CHANNEL
+        const i64 line = p.k_token;
+        const Stored* from = p.k + head / p.group * p.k_head + rows.token(chunk) * line;
+        const float* decays = p.prepared[index(chunk)].decays[0];
+        float* to_decays = state + p.decays_at + i64(head) * CHUNK * p.key_size;
+#pragma unroll 4
+        for (int x = first * KEY_SIZE + thread; x < count * KEY_SIZE; x += THREADS)
+            if (x % KEY_SIZE < p.key_size) to_decays[x / KEY_SIZE * p.key_size + x % KEY_SIZE] = decays[x];
+#else
+        constexpr int line = KEYS;
+        const Stored* from = m.keys[stage];
+        for (int i = first + thread; i < count; i += THREADS)
+            state[p.decays_at + head * CHUNK + i] = m.systems[stage].sums[i];
+#endif
+        const u64 places = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | u64(line) * SIZE;
+        const bool whole = places % 16 == 0 && p.key_size % 8 == 0;
+#pragma unroll 4
+        for (int x = thread; whole && x < CHUNK * (KEY_SIZE / 8); x += THREADS) {
+            const int i = x / (KEY_SIZE / 8), d = x % (KEY_SIZE / 8) * 8;
+            if (i >= first && i < count && d < p.key_size)
+                *reinterpret_cast<uint4*>(to + i * p.key_size + d) =
+                    *reinterpret_cast<const uint4*>(from + i * line + d);
+        }
+        for (int x = first * p.key_size + thread; !whole && x < count * p.key_size; x += THREADS)
+            to[x] = from[x / p.key_size * line + x % p.key_size];
+        if (head == 0 && thread == 0) state[0] = float(count);
+    }
+
+    // By `thread` of those for results.
+    __device__ __forceinline__ void results(int thread) const {
+        const int warp = thread / 32, column = first_column + warp * 16;
+        meet();
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            meet();
+            const int stage = chunk % KEPT_KEYS;
+            Stored* values = m.values[chunk % STAGES] + warp * 16;
+            if (stays(chunk)) keep(chunk, values, column, thread);
+            find_results(m.queries[stage], values, m.matrix[chunk % 2][warp], m.scores[stage],
+                         m.systems[stage], p.scale);
+            store_rows(p.out + result(chunk, column), i64(p.heads) * p.size, values, rows.first(chunk),
+                       rows.count(chunk), p.size - column);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(ALL, 1) delta_chunks(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    const int thread = threadIdx.x, head = blockIdx.y, sequence = blockIdx.z;
+    const Chunks rows(p, sequence, rows_before(p, sequence));
+    const i64 own = i64(head) * p.key_size * p.size;
+    const Block block{p,
+                      *reinterpret_cast<Memory*>(bytes),
+                      rows,
+                      rows.number(),
+                      head,
+                      sequence,
+                      int(blockIdx.x) * TILE,
+                      first_chunk(rows.begin, sequence),
+                      own,
+                      sequence * i64(p.heads) * p.key_size * p.size + own,
+                      p.state ? p.state + sequence * p.words : nullptr};
+    if (thread < THREADS)
+        block.matrices(thread / 32);
+    else if (thread < FIRST_RESULT)
+        block.help();
+    else if (thread < FIRST_SOLVER)
+        block.results(thread - FIRST_RESULT);
+    else
+        block.solve((thread - FIRST_SOLVER) / 32 * SHARED);
 }
