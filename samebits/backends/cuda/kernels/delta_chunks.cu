@@ -66,7 +66,7 @@ struct Chunk {
     const System& system;
     float* z;
     int first, count;  // rows that are tokens of this call
-    int barrier;       // the first of four
+    int barrier;       // the first of three
 
     // A block's rows of 16 columns of values, or of what has taken their place, as left operand.
     __device__ __forceinline__ void rows(u32 (&left)[4], int block, int column) const {
@@ -147,7 +147,7 @@ struct Chunk {
 #pragma unroll
             for (int x = 0; x < STEPS; ++x)
                 ldmatrix_x4<true>(right[x], by_rows(written + block * 16 * KEYS + x * 16, KEYS));
-            await_updates(block);
+            meet();
             u32 updates[4], left[4];
             rows(updates, block, 0);
 #pragma unroll
@@ -171,12 +171,11 @@ struct Chunk {
         }
     }
 
-    // Warps of the matrix say that z of a block is there, and their solver that its updates are. One of them may be a
-    // block ahead, so barriers of even and odd blocks differ.
+    // Warps of the matrix say that z of a block is there. They may be a block ahead of their solver, so barriers of even and
+    // odd blocks differ. Where its updates are, all meet.
     __device__ __forceinline__ void say_read(int block) const { arrive_at<MET>(barrier + block % 2); }
     __device__ __forceinline__ void await_read(int block) const { wait_for<MET>(barrier + block % 2); }
-    __device__ __forceinline__ void say_updates(int block) const { arrive_at<MET>(barrier + 2 + block % 2); }
-    __device__ __forceinline__ void await_updates(int block) const { wait_for<MET>(barrier + 2 + block % 2); }
+    __device__ __forceinline__ void meet() const { wait_for<MET>(barrier + 2); }
 
     // Takes the updates of the block before from z of a block. The warps of the matrix have taken out those of others.
     __device__ __forceinline__ void take_out_last(int block) const {
@@ -252,7 +251,7 @@ struct Chunk {
                 solve<true>(weights, block);
             else
                 solve<false>(weights, block);
-            say_updates(block);
+            meet();
         }
     }
 
@@ -437,7 +436,7 @@ struct Block {
 #endif
         return Chunk{m.keys[stage],        written,   over_chunk,        m.values[chunk % STAGES] + warp * 16,
                      m.systems[stage],     m.z[warp], rows.first(chunk), rows.count(chunk),
-                     1 + warp / SHARED * 4};
+                     1 + warp / SHARED * 3};
     }
 
     __device__ __forceinline__ void matrices(int warp) const {

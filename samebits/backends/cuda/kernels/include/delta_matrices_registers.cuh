@@ -2,10 +2,9 @@
 // or with a decay for each channel delta_prepare.cu, which have found all that is in no row of chunks.
 //
 // A chunk's latency is what counts, so warps have roles. Two hold the gradient of the matrix, transposed, in registers,
-// each for 16 columns. A third solves the triangular system of these columns, one for each lane. It begins when it is
-// told that the last block's rows are there, and then that all are, and tells the two when it has solved them. Meanwhile
-// the matrix is stored, and gets the products that do not need updates. The last warps, HELPERS, copy what the next
-// chunk needs, and store z of the one behind.
+// each for 16 columns. A third solves the triangular system of these columns, one for each lane. Within a chunk the
+// three meet twice: before the system is solved, and after it. Meanwhile the matrix is stored, and gets the products
+// that do not need updates. The last warps, HELPERS, copy what the next chunk needs, and store z of the one behind.
 
 #if BY_CHANNEL
 #include "delta_backward.cuh"
@@ -295,52 +294,57 @@ struct Block {
 #endif
             meet();
 
-            // Of updates: by the next matrix, and by results. The solver begins with the last block.
-            const int last = (count - 1) / 16;
-            u32 lefts[AHEAD ? WIDE : 1][4];
+            // Of updates: by the next matrix, and by results.
+            u32 grads[4];
+            uint4 of_queries[BLOCKS_OF_ROWS];
+            const auto next = [&](int i) {
+                i = min(i, CHUNK - 16);
+                ldmatrix_x4<true>(grads, by_columns(m.grads[stage] + i * VALUES + column, VALUES));
 #pragma unroll
-            for (int x = 0; AHEAD && x < WIDE; ++x) part.operand(x, lefts[x]);
-#pragma unroll 1
-            for (int block = last; block >= 0; --block) {
-                Strip<1> u = {};
-#pragma unroll
-                for (int x = 0; x < WIDE; ++x) {
-                    u32(&left)[4] = lefts[AHEAD ? x : 0], right[4];
-                    if (!AHEAD) part.operand(x, left);
-                    ldmatrix_x4<false>(right, by_columns(keys + block * 16 * KEYS + x * 16, KEYS));
-                    u.add(0, left, right);
-                    if (!AHEAD) __syncwarp();  // so that no more is read ahead
-                }
-                u.each([&](int j, int, float* c) {
-                    j += block * 16;
-#if BY_CHANNEL
-                    c[0] = j < count ? c[0] : 0.0f, c[1] = j + 1 < count ? c[1] : 0.0f;
-#else
-                    const float2 left = *reinterpret_cast<const float2*>(scores.left + j);
-                    c[0] = j < count ? __fmul_rn(c[0], left.x) : 0.0f;
-                    c[1] = j + 1 < count ? __fmul_rn(c[1], left.y) : 0.0f;
-#endif
-                });
-#pragma unroll(AHEAD ? 4 : 1)
-                for (int i = 0; i < CHUNK; i += 16) {
-                    if (i >= count) break;
-                    u32 left[4];
-                    ldmatrix_x4<true>(left, by_columns(m.grads[stage] + i * VALUES + column, VALUES));
+                for (int n = 0; n < BLOCKS_OF_ROWS; ++n) {
 #if BY_CHANNEL
                     u32 right[4];
-                    ldmatrix_x4<true>(right, by_rows(scores.rows + i * COLUMNS + block * 16, COLUMNS));
+                    ldmatrix_x4<true>(right, by_rows(scores.rows + i * COLUMNS + n * 16, COLUMNS));
+                    of_queries[n] = make_uint4(right[0], right[1], right[2], right[3]);
 #else
-                    const uint4 right = scores.scores[i / 16][block][lane];
+                    of_queries[n] = scores.scores[i / 16][n][lane];
 #endif
-                    u.add(0, left, right);
                 }
-                u.each([&](int j, int e, const float* c) {
-                    float* to = m.of_updates[group] + (column % 32 + e) * UPDATES + block * 16 + j;
-                    *reinterpret_cast<float2*>(to) = make_float2(c[0], c[1]);
-                });
-                if (block == last) arrive_at<96>(1 + 3 * group);
+            };
+            Strip<BLOCKS_OF_ROWS> u = {};
+#pragma unroll
+            for (int x = 0; x < WIDE; ++x) {
+                u32 left[4], right[4];
+                part.operand(x, left);
+#pragma unroll
+                for (int n = 0; n < BLOCKS_OF_ROWS; ++n) {
+                    ldmatrix_x4<false>(right, by_columns(keys + n * 16 * KEYS + x * 16, KEYS));
+                    u.add(n, left, right);
+                }
+                if (AHEAD && x == WIDE - 1) next(0);
+                if (!AHEAD) __syncwarp();  // so that no more is read ahead
             }
-            if (last) arrive_at<96>(2 + 3 * group);
+            u.each([&](int j, int, float* c) {
+#if BY_CHANNEL
+                c[0] = j < count ? c[0] : 0.0f, c[1] = j + 1 < count ? c[1] : 0.0f;
+#else
+                const float2 left = *reinterpret_cast<const float2*>(scores.left + j);
+                c[0] = j < count ? __fmul_rn(c[0], left.x) : 0.0f;
+                c[1] = j + 1 < count ? __fmul_rn(c[1], left.y) : 0.0f;
+#endif
+            });
+#pragma unroll 1
+            for (int i = 0; i < count; i += 16) {
+                if (!AHEAD) next(i);
+#pragma unroll
+                for (int n = 0; n < BLOCKS_OF_ROWS; ++n) u.add(n, grads, of_queries[n]);
+                if (AHEAD) next(i + 16);
+            }
+            u.each([&](int j, int e, const float* c) {
+                *reinterpret_cast<float2*>(m.of_updates[group] + (column % 32 + e) * UPDATES + j) =
+                    make_float2(c[0], c[1]);
+            });
+            wait_for<96>(1 + 2 * group);
 
             // Of the matrix: at this chunk's end, and at its start.
             part.write(p, record(chunk).of_matrix, false);
@@ -369,7 +373,7 @@ struct Block {
             }
 #pragma unroll
             for (int x = 0; AHEAD && x < WIDE; ++x) right.read(x, readers);
-            wait_for<96>(3 + 3 * group);
+            wait_for<96>(2 + 2 * group);
             const Stored* z = m.of_z[chunk % 2][group] + column % 32 * COLUMNS;
 #pragma unroll 1
             for (int i = 0; i < count; i += 16) {
@@ -414,7 +418,6 @@ struct Block {
             };
 #pragma unroll
             for (int i = 0; i < NEXT; ++i) load(15 - i);
-            if (last - block < 2) wait_for<96>(1 + last - block + 3 * group);
             if (block < last) {  // by the rows of later blocks, ascending; of the next one they came last
                 constexpr int LATER = BLOCKS_OF_ROWS - 1;
                 Strip<1> sums[2];
@@ -509,8 +512,9 @@ struct Block {
 #pragma unroll 1
         for (int chunk = number - 1; chunk >= 0; --chunk) {
             meet();
+            wait_for<96>(1 + 2 * group);
             solve(group, chunk);
-            arrive_at<96>(3 + 3 * group);
+            wait_for<96>(2 + 2 * group);
             keep_updates(group, chunk);
         }
         meet();
