@@ -66,7 +66,7 @@ struct Chunk {
     const System& system;
     float* z;
     int first, count;  // rows that are tokens of this call
-    int barrier;       // the first of three
+    int barrier;
 
     // A block's rows of 16 columns of values, or of what has taken their place, as left operand.
     __device__ __forceinline__ void rows(u32 (&left)[4], int block, int column) const {
@@ -130,7 +130,7 @@ struct Chunk {
 #pragma unroll 1
         for (int block = 0; block < 2; ++block) {
             read(matrix, block);
-            say_read(block);
+            if (block == 0) meet();
         }
 #pragma unroll
         for (int x = 0; x < STEPS; ++x)
@@ -160,22 +160,18 @@ struct Chunk {
             if (block == 0) {
 #pragma unroll 1
                 for (int later = 2; later < 4; ++later) read<true>(matrix, later, updates);
-                say_read(2);
             } else if (block == 1) {
                 float acc[2][4];
                 each(z + 3 * 16, acc, [](const float2& from, float* c) { c[0] = from.x, c[1] = from.y; });
                 take_out(acc, 3, 1, updates);
                 put(z + 3 * 16, acc);
-                say_read(3);
             }
         }
     }
 
-    // Warps of the matrix say that z of a block is there. They may be a block ahead of their solver, so barriers of even and
-    // odd blocks differ. Where its updates are, all meet.
-    __device__ __forceinline__ void say_read(int block) const { arrive_at<MET>(barrier + block % 2); }
-    __device__ __forceinline__ void await_read(int block) const { wait_for<MET>(barrier + block % 2); }
-    __device__ __forceinline__ void meet() const { wait_for<MET>(barrier + 2); }
+    // Warps of the matrix and their solver: what one of them has done until then, the other goes on from. Until updates of a
+    // block are there, the matrix has been read for the next one.
+    __device__ __forceinline__ void meet() const { wait_for<MET>(barrier); }
 
     // Takes the updates of the block before from z of a block. The warps of the matrix have taken out those of others.
     __device__ __forceinline__ void take_out_last(int block) const {
@@ -245,8 +241,10 @@ struct Chunk {
             float weights[16][16];
 #pragma unroll
             for (int j = 0; j < NEXT; ++j) load_weights(weights, block, j);
-            await_read(block);
-            if (block) take_out_last(block);
+            if (block == 0)
+                meet();
+            else
+                take_out_last(block);
             if (block * 16 >= first && block * 16 + 16 <= count)
                 solve<true>(weights, block);
             else
@@ -434,9 +432,9 @@ struct Block {
         const Stored* written = m.keys[stage];
         const float* over_chunk = m.systems[stage].since + CHUNK - 1;
 #endif
-        return Chunk{m.keys[stage],        written,   over_chunk,        m.values[chunk % STAGES] + warp * 16,
-                     m.systems[stage],     m.z[warp], rows.first(chunk), rows.count(chunk),
-                     1 + warp / SHARED * 3};
+        return Chunk{m.keys[stage],    written,   over_chunk,        m.values[chunk % STAGES] + warp * 16,
+                     m.systems[stage], m.z[warp], rows.first(chunk), rows.count(chunk),
+                     1 + warp / SHARED};
     }
 
     __device__ __forceinline__ void matrices(int warp) const {
