@@ -37,6 +37,54 @@ __device__ __forceinline__ u32 updates_of(float z, float beta, float other, floa
     return E::pack(__fmul_rn(beta, z), __fmul_rn(other_beta, other));
 }
 
+// Stores updates, and z from `first` on, of rows `begin` to `end` - 1, from `column` on.
+__device__ __forceinline__ void store_rows(const Record& record, const float* z, const float* betas,
+                                           int begin, int end, int first, int column, int size) {
+    if (size % 4 == 0) {
+        const int e = threadIdx.x % (TILE / 4) * 4;
+        if (column + e >= size) return;
+#pragma unroll 2
+        for (int i = begin + threadIdx.x / (TILE / 4); i < end; i += THREADS / (TILE / 4)) {
+            const float4 four = *reinterpret_cast<const float4*>(z + i * Z_LINE + e);
+            const float beta = betas[i];
+            const i64 at = i64(i) * size + column + e;
+            *reinterpret_cast<uint2*>(record.updates + at) =
+                make_uint2(updates_of(four.x, beta, four.y, beta), updates_of(four.z, beta, four.w, beta));
+            if (i >= first) *reinterpret_cast<float4*>(record.z + at) = four;
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int x = begin * TILE + threadIdx.x; x < end * TILE; x += THREADS) {
+        const int i = x / TILE, e = x % TILE;
+        if (column + e >= size) continue;
+        const i64 at = i64(i) * size + column + e;
+        record.updates[at] = Stored(updates_of(z[i * Z_LINE + e], betas[i], 0.0f, 0.0f));
+        if (i >= first) record.z[at] = z[i * Z_LINE + e];
+    }
+}
+
+#if !BY_CHANNEL
+// Stores keys of rows `begin` to `end` - 1, of which the first `channels` exist, `line` from row to row.
+__device__ __forceinline__ void store_keys(Stored* to, const Stored* keys, int begin, int end, int line,
+                                           int channels) {
+    if (line % 8 == 0) {
+        const int d = threadIdx.x % (KEY_TILE / 8) * 8;
+        if (d >= channels) return;
+#pragma unroll 2
+        for (int i = begin + threadIdx.x / (KEY_TILE / 8); i < end; i += THREADS / (KEY_TILE / 8))
+            *reinterpret_cast<uint4*>(to + i * line + d) =
+                *reinterpret_cast<const uint4*>(keys + i * LINE + d);
+        return;
+    }
+#pragma unroll 1
+    for (int x = begin * KEY_TILE + threadIdx.x; x < end * KEY_TILE; x += THREADS) {
+        const int i = x / KEY_TILE, d = x % KEY_TILE;
+        if (d < channels) to[i * line + d] = keys[i * LINE + d];
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_states(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Memory& m = *reinterpret_cast<Memory*>(bytes);
@@ -118,43 +166,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_states(const __gr
         const float *z = m.z[stage], *betas = m.betas[stage];
         if (chunk >= full) {
             // Blocks of other channels store other rows of z and updates, and blocks of other columns those of keys.
-            const int last = min(count, CHUNK * (key_tile + 1) / KEY_TILES);
-#pragma unroll 4
-            for (int x = CHUNK * key_tile / KEY_TILES * (TILE / 4) + threadIdx.x; x < last * (TILE / 4);
-                 x += THREADS) {
-                const int i = x / (TILE / 4), e = x % (TILE / 4) * 4;
-                if (e >= columns) continue;
-                const float4 four = *reinterpret_cast<const float4*>(z + i * Z_LINE + e);
-                const float beta = betas[i];
-                const uint2 updates = make_uint2(updates_of(four.x, beta, four.y, beta),
-                                                 updates_of(four.z, beta, four.w, beta));
-                const i64 at = i64(i) * p.size + first_column + e;
-                if (p.size % 4 == 0) {
-                    *reinterpret_cast<uint2*>(record.updates + at) = updates;
-                    if (i >= first) *reinterpret_cast<float4*>(record.z + at) = four;
-                    continue;
-                }
-                const float each[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    if (e + n >= columns) continue;
-                    record.updates[at + n] = Stored((n < 2 ? updates.x : updates.y) >> n % 2 * 16);
-                    if (i >= first) record.z[at + n] = each[n];
-                }
-            }
+            const int begin = CHUNK * key_tile / KEY_TILES,
+                      end = min(count, CHUNK * (key_tile + 1) / KEY_TILES);
+            store_rows(record, z, betas, begin, end, first, first_column, p.size);
 #if !BY_CHANNEL
-            const int begin = CHUNK * tile / tiles, end = min(count, CHUNK * (tile + 1) / tiles);
-            Stored* to = record.keys + first_key;
-#pragma unroll 4
-            for (int x = begin * (KEY_TILE / 8) + threadIdx.x; x < end * (KEY_TILE / 8); x += THREADS) {
-                const int i = x / (KEY_TILE / 8), d = x % (KEY_TILE / 8) * 8;
-                const Stored* from = m.keys[stage] + i * LINE + d;
-                if (d < channels && p.key_size % 8 == 0)
-                    *reinterpret_cast<uint4*>(to + i * p.key_size + d) =
-                        *reinterpret_cast<const uint4*>(from);
-                for (int n = 0; p.key_size % 8 && n < min(channels - d, 8); ++n)
-                    to[i * p.key_size + d + n] = from[n];
-            }
+            store_keys(record.keys + first_key, m.keys[stage], CHUNK * tile / tiles,
+                       min(count, CHUNK * (tile + 1) / tiles), p.key_size, channels);
 #endif
         }
         if (chunk == chunks - 1) break;
