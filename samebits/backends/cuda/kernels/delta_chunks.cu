@@ -192,7 +192,7 @@ struct Chunk {
     }
 
     // Asks for a block's weights of row j. It takes longer to get them than to solve a row: NEXT rows are on their way.
-    static constexpr int NEXT = 8;
+    static constexpr int NEXT = WARPS > 2 && LEAVES_Z ? 6 : 8;  // as many as there are registers for
     __device__ __forceinline__ void load_weights(float (&weights)[16][16], int block, int j) const {
 #pragma unroll
         for (int i = (j + 1) / 4 * 4; j < 15 && i < 16; i += 4)
@@ -203,9 +203,11 @@ struct Chunk {
     }
 
     // Solves a block's rows, a column by each lane. If not all rows are tokens of this call, values have the others'
-    // updates: those that the state had, or zeros.
+    // updates: those that the state had, or zeros. Then all meet, and `leaves`, if it is there, gets z of the lane's column,
+    // a row `line` behind the last one.
     template <bool WHOLE>
-    __device__ __forceinline__ void solve(float (&weights)[16][16], int block) const {
+    __device__ __forceinline__ void solve(float (&weights)[16][16], int block, float* leaves,
+                                          i64 line) const {
         const int column = threadIdx.x % SOLVED, row0 = block * 16;
         float4* of_column = reinterpret_cast<float4*>(z + column * Z_LINE + row0);
         Stored* to = values + row0 * VALUES + column;
@@ -223,19 +225,22 @@ struct Chunk {
             for (int i = j + 1; i < 16; ++i) y[i] = __fmaf_rn(weights[j][i], u[j], y[i]);
             if (j + NEXT < 16) load_weights(weights, block, j + NEXT);
         }
-        if constexpr (!WHOLE || (LEAVES_Z && SOLVED < 32)) __syncwarp();
+        if constexpr (!WHOLE) __syncwarp();
         if (SOLVED == 32 || threadIdx.x % 32 < SOLVED) {
 #pragma unroll
             for (int j = 0; j < 16; ++j) to[j * VALUES] = E::narrow(u[j]);
-#pragma unroll
-            for (int i = 0; LEAVES_Z && i < 16; i += 4)
-                of_column[i / 4] = make_float4(y[i], y[i + 1], y[i + 2], y[i + 3]);
         }
         __syncwarp();
+        meet();
+        if (!LEAVES_Z || !leaves) return;
+        leaves += row0 * line;
+#pragma unroll
+        for (int i = 0; i < 16; ++i, leaves += line)
+            if (WHOLE || (row0 + i >= first && row0 + i < count)) *leaves = y[i];
     }
 
     // Updates of all blocks.
-    __device__ __forceinline__ void solve_all() const {
+    __device__ __forceinline__ void solve_all(float* leaves, i64 line) const {
 #pragma unroll 1
         for (int block = 0; block < 4; ++block) {
             float weights[16][16];
@@ -246,25 +251,9 @@ struct Chunk {
             else
                 take_out_last(block);
             if (block * 16 >= first && block * 16 + 16 <= count)
-                solve<true>(weights, block);
+                solve<true>(weights, block, leaves, line);
             else
-                solve<false>(weights, block);
-            meet();
-        }
-    }
-
-    // Leaves z of a solver's columns, a row `line` behind the last one, of which `columns` exist: while nobody waits for it.
-    __device__ __forceinline__ void leave(float* to, i64 line, int columns) const {
-        const int column = threadIdx.x % SOLVED;
-        const float4* of_column = reinterpret_cast<const float4*>(z + column * Z_LINE);
-        to += column;
-#pragma unroll 4
-        for (int i = 0; i < CHUNK; i += 4) {
-            float four[4];
-            put_four(four, of_column[i / 4]);
-#pragma unroll
-            for (int n = 0; n < 4; ++n, to += line)
-                if (i + n >= first && i + n < count && column < columns) *to = four[n];
+                solve<false>(weights, block, leaves, line);
         }
     }
 };
@@ -451,12 +440,12 @@ struct Block {
     }
 
     __device__ __forceinline__ void solve(int warp) const {
-        const int column = first_column + warp * 16;
+        const int lane = threadIdx.x % 32, column = first_column + warp * 16 + lane;
+        const bool leaves = lane < SOLVED && column < p.size;
         for (int chunk = 0; chunk < chunks; ++chunk) {
             meet();
-            const Chunk mine = of(chunk, warp);
-            mine.solve_all();
-            if (LEAVES_Z) mine.leave(p.z + result(chunk, column), i64(p.heads) * p.size, p.size - column);
+            float* z = leaves ? p.z + result(chunk, column) : nullptr;
+            of(chunk, warp).solve_all(z, i64(p.heads) * p.size);
         }
         meet();
     }
