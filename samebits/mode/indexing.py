@@ -67,7 +67,8 @@ def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: boo
     """The largest, or smallest: among equal ones those that come first, in this order."""
     if input.ndim:
         input.size(dim)  # raises IndexError; PyTorch 2.11 has an assertion where tensors have no data
-    as_pytorch(_topk, input, k, dim, largest, sorted)
+    if not (type(k) is type(dim) is int and takes(input) and input.ndim and 0 <= k <= input.shape[dim]):
+        as_pytorch(_topk, input, k, dim, largest, sorted)  # raises what PyTorch does
     k, dim = operator.index(k), operator.index(dim)
     with torch.no_grad():
         places = _first_places(input.detach(), k, dim, largest)
@@ -76,6 +77,8 @@ def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: boo
 
 
 def _first_places(x: Tensor, k: int, dim: int, largest: bool) -> Tensor:
+    if k == 0 and x.ndim:  # an engine asks for none beside the log-prob of a token that was sampled
+        return x.new_empty((*x.shape[:dim], 0, *x.shape[dim:][1:]), dtype=torch.int64)
     if x.ndim == 0 or x.shape[dim] <= _BY_SORTING or not takes(x):
         keys = _keys(x) if _has_keys(x) else x
         places = _sort(keys, dim=dim, descending=largest, stable=True)[1]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import samebits
+from samebits.mode import indexing as mode_indexing
 from samebits.ops import indexing, reduce
 from samebits.testing import assert_same_bits, values
 from samebits.transformers import _rows_of_batch
@@ -98,6 +99,25 @@ def test_topk_refuses_what_pytorch_does(within: Within) -> None:
         for call in (lambda: x.topk(4), lambda: x.topk(1, 2), lambda: x.topk(-1)):
             with pytest.raises((RuntimeError, IndexError)):
                 call()
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5000), (2, 3, 4)])
+def test_topk_of_no_entries_sorts_nothing(
+    shape: tuple[int, ...], within: Within, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mode_indexing, "_keys", None)
+    monkeypatch.setattr(mode_indexing, "_sort", None)
+    monkeypatch.setattr(mode_indexing, "_topk", None)
+    for dim in range(-len(shape), len(shape)):
+        x = torch.randn(shape, requires_grad=True)
+        want = x.narrow(dim, 0, 0)
+        with within("error"):
+            values, places = x.topk(0, dim)
+        values.sum().backward()
+        assert values.shape == places.shape == want.shape
+        assert places.dtype == torch.int64
+        assert x.grad is not None
+        assert not x.grad.any()
 
 
 def test_counts_are_exact_and_not_reported(within: Within) -> None:
