@@ -185,8 +185,10 @@ def _backward(
 
 
 def _gradients_run(*args: Any) -> tuple[Tensor, ...]:
-    *operands, state, spans, z, grad, grad_closed, scale, key = args
-    backend, x = _call(*operands, spans, scale, key)
+    *operands, skip, initial, state, spans, z, grad, grad_closed, scale, key = args
+    # Hooks may give these back with other strides than they were saved with.
+    skip, state, spans, z = (t if t is None else t.contiguous() for t in (skip, state, spans, z))
+    backend, x = _call(*operands, skip, initial, spans, scale, key)
     *found, of_initial = backend.backward(x, state, grad, grad_closed, **_named(z))
     found += [None if x.skip is None else _of_skip(x, grad), of_initial]
     return tuple(x.q.new_empty(0) if t is None else t for t in found)

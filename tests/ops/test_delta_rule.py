@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import samebits
 from samebits import FMA, TENSOR_CORE, RecurrentState
+from samebits.backends.cuda import delta as on_cuda
 from samebits.backends.delta import layout
 from samebits.contract import HOPPER
+from samebits.ops import _delta
 from samebits.testing import assert_same_bits
 from tests.support.fake_gpu import fake_gpu
 from tests.support.naive_delta import Naive
@@ -359,6 +362,50 @@ def test_what_a_forward_saves(
     given = operands("gated_delta_rule", dtype, 1, 70, sizes=(key_size, 8))
     with fake_gpu() if on_gpu else contextlib.nullcontext():
         assert z_saved(given, contract=contract) == count
+
+
+@pytest.mark.parametrize("key_size", [16, 144])
+def test_tensors_without_data_have_the_shape_of_what_a_forward_saves(key_size: int) -> None:
+    given = operands("gated_delta_rule", torch.bfloat16, 1, 70, sizes=(key_size, 8))
+    q, k, v, g, beta = (t[0] for t in given.values())
+    spans = torch.empty(1, 0, dtype=torch.int32)
+    args = q, k, v, g, beta, *(None,) * 4, spans, 0.5, False, False, TENSOR_CORE.key, True
+    with fake_gpu():
+        found = _delta._run(*args)
+        with FakeTensorMode() as mode:
+            expected = _delta._fake(*(mode.from_tensor(t) if isinstance(t, Tensor) else t for t in args))
+    for a, b in zip(found, expected, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    assert found[-1].shape == (v.shape if key_size == 16 else (0,))
+
+
+def test_a_backward_gets_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks may give it back with other strides, which kernels do not ask for."""
+    got: list[Tensor] = []
+
+    def note(x: Any, state: Tensor, *given: Any, z: Tensor) -> Any:
+        got.extend((x.spans, state, z))
+        return backward(x, state, *given, z=z)
+
+    backward = on_cuda.backward
+    monkeypatch.setattr(on_cuda, "backward", note)
+    given = operands("gated_delta_rule", torch.bfloat16, 3, 70)
+    leaves = [t.requires_grad_() for t in given.values()]
+    own = layout("gated_delta_rule", 2, 16, 8, torch.bfloat16)
+    state = RecurrentState(own, torch.zeros(3, own.words))
+
+    def turned(t: Tensor) -> Tensor:
+        return t.mT.contiguous().mT if t.ndim > 1 else t
+
+    with fake_gpu(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, turned):
+        options = {"initial_state": state, "key_length": torch.tensor([70, 1, 30])}
+        out, _ = samebits.gated_delta_rule(*leaves, **options)
+        torch.autograd.grad(out.float().sum(), leaves)
+    assert [(t.shape, t.is_contiguous()) for t in got] == [
+        ((3, 2), True),
+        (state.data.shape, True),
+        ((210, 2, 8), True),
+    ]
 
 
 def test_a_training_step_that_is_compiled() -> None:
