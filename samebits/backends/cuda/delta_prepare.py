@@ -101,7 +101,7 @@ def _options(x: Delta, tensor_core: bool, systems: bool, keep: bool) -> dict[str
 def prepare(
     x: Delta, state: Tensor | None, records: Tensor | None, *, tensor_core: bool, systems: bool
 ) -> Prepared:
-    """All of a call; with `systems` for ``delta_chunks.cu``, else for ``delta.cu``."""
+    """All of a call; with `systems` for ``delta_chunks.cu`` or ``delta_states.cu``, else for ``delta.cu``."""
     assert x.g is not None
     device, dtype, keep = x.q.get_device(), x.q.dtype, records is not None
     q, k, g = map(dense, (x.q, x.k, x.g))

@@ -110,7 +110,7 @@ def gradients_spec(
 ) -> compiler.KernelSpec:
     """The kernel of ``delta_WHICH_backward.cu``: `which` is scores, matrices, chains or rows.
 
-    `lacks` says that no rounded matrices are in the records that the forward has left.
+    `lacks` says that no rounded matrices are in the records that the first pass has left.
     """
     warps = schedule.warps(which, tensor_core, by_channel)
     constants: tuple[tuple[str, int | str], ...] = (

@@ -296,7 +296,7 @@ def leave_records(
     assert isinstance(states, DeltaStates)
     own: dict[str, Tensor | None] = {"z": z, "records": records}
     if prepared is not None:
-        own |= {name: getattr(prepared, name) for name in ("systems", "counts")}
+        own["counts"] = prepared.counts
     else:
         own["decays"] = runtime.empty((places, heads, 2 * CHUNK), torch.float32, device)
     grids = [(places, -(-heads // _BEGINNING), 1)] * len(begin)

@@ -11,7 +11,7 @@
 // full one, or that of a sequence without tokens. Its place is behind the others of its sequence.
 //
 // Macros: TYPE, TENSOR_CORE, KEY_SIZE, HARDWARE_EXP2 and KEEP are those of delta.cu.
-//   SYSTEMS  1: before delta_chunks.cu, which takes scores as tensor-core steps do; 0: before delta.cu
+//   SYSTEMS  1: before delta_chunks.cu, which takes scores as tensor-core steps do, or delta_states.cu; 0: before delta.cu
 
 #define BY_CHANNEL 1
 #define WEIGHTED 0
