@@ -150,7 +150,10 @@ def _run(
     if isinstance(schedule, (Linear, DeltaChunks)) or (schedule is None and linear):
         linear_attention.run(x, (q, k, v), state, out, closed, z, schedule, hardware_exp2)
         return
-    assert z is None
+    if z is not None:
+        raise ValueError(
+            f"samebits: recurrent layers on a GPU: expected a schedule that leaves z, got {schedule}"
+        )
     if schedule is None:
         of = x.q.dtype, padded, size, sequences * heads
         schedule = choose(*of, few, tensor_core, x.by_channel, device, weighted)

@@ -232,11 +232,15 @@ struct Chunk {
         }
         __syncwarp();
         meet();
-        if (!LEAVES_Z || !leaves) return;
-        leaves += row0 * line;
+#if LEAVES_Z
+        if (leaves) {
+            leaves += row0 * line;
 #pragma unroll
-        for (int i = 0; i < 16; ++i, leaves += line)
-            if (WHOLE || (row0 + i >= first && row0 + i < count)) *leaves = y[i];
+            for (int i = 0; i < 16; ++i, leaves += line)
+                if (WHOLE || (row0 + i >= first && row0 + i < count)) *leaves = y[i];
+        }
+        __syncwarp();
+#endif
     }
 
     // Updates of all blocks.
@@ -352,7 +356,7 @@ struct Block {
 
     // All have done with a chunk, and the next one is there. Twice: racecheck loses hold of the first time, where some have
     // met at barriers of their own.
-    static __device__ __forceinline__ void meet() {
+    static __device__ __forceinline__ void meet_all() {
         wait_for<ALL>(15);
         __syncthreads();
     }
@@ -405,7 +409,7 @@ struct Block {
         }
         for (int chunk = 0; chunk <= chunks; ++chunk) {
             cp_async_wait<AHEAD - 1>();
-            meet();
+            meet_all();
             load(chunk + AHEAD);
             cp_async_commit();
         }
@@ -431,11 +435,11 @@ struct Block {
         part.first_key = 0, part.first_column = first_column + warp * 16;
         part.read(p, state ? state + p.matrix + own : p.initial ? p.initial + of_sequence : nullptr);
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            meet();
+            meet_all();
             if (chunk && stays(chunk)) part.write(p, computed_here(state + p.matrix + own, state), false);
             of(chunk, warp).carry(part, m.matrix[chunk % 2][warp]);
         }
-        meet();
+        meet_all();
         if (p.closed) part.write(p, p.closed + of_sequence, true);
     }
 
@@ -443,11 +447,11 @@ struct Block {
         const int lane = threadIdx.x % 32, column = first_column + warp * 16 + lane;
         const bool leaves = lane < SOLVED && column < p.size;
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            meet();
+            meet_all();
             float* z = leaves ? p.z + result(chunk, column) : nullptr;
             of(chunk, warp).solve_all(z, i64(p.heads) * p.size);
         }
-        meet();
+        meet_all();
     }
 
     // Leaves the rows of the open chunk in the state.
@@ -488,9 +492,9 @@ struct Block {
     // By `thread` of those for results.
     __device__ __forceinline__ void results(int thread) const {
         const int warp = thread / 32, column = first_column + warp * 16;
-        meet();
+        meet_all();
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            meet();
+            meet_all();
             const int stage = chunk % KEPT_KEYS;
             Stored* values = m.values[chunk % STAGES] + warp * 16;
             if (stays(chunk)) keep(chunk, values, column, thread);

@@ -38,8 +38,8 @@ __device__ __forceinline__ u32 updates_of(float z, float beta, float other, floa
 }
 
 // Stores updates, and z from `first` on, of rows `begin` to `end` - 1, from `column` on.
-__device__ __forceinline__ void store_rows(const Record& record, const float* z, const float* betas,
-                                           int begin, int end, int first, int column, int size) {
+__device__ __forceinline__ void store_updates(const Record& record, const float* z, const float* betas,
+                                              int begin, int end, int first, int column, int size) {
     if (size % 4 == 0) {
         const int e = threadIdx.x % (TILE / 4) * 4;
         if (column + e >= size) return;
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_states(const __gr
             // Blocks of other channels store other rows of z and updates, and blocks of other columns those of keys.
             const int begin = CHUNK * key_tile / KEY_TILES,
                       end = min(count, CHUNK * (key_tile + 1) / KEY_TILES);
-            store_rows(record, z, betas, begin, end, first, first_column, p.size);
+            store_updates(record, z, betas, begin, end, first, first_column, p.size);
 #if !BY_CHANNEL
             store_keys(record.keys + first_key, m.keys[stage], CHUNK * tile / tiles,
                        min(count, CHUNK * (tile + 1) / tiles), p.key_size, channels);
