@@ -78,7 +78,7 @@ def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: boo
 
 def _first_places(x: Tensor, k: int, dim: int, largest: bool) -> Tensor:
     if k == 0 and x.ndim:  # an engine asks for none beside the log-prob of a token that was sampled
-        return x.new_empty((*x.shape[:dim], 0, *x.shape[dim:][1:]), dtype=torch.int64)
+        return x.narrow(dim, 0, 0).to(torch.int64)
     if x.ndim == 0 or x.shape[dim] <= _BY_SORTING or not takes(x):
         keys = _keys(x) if _has_keys(x) else x
         places = _sort(keys, dim=dim, descending=largest, stable=True)[1]

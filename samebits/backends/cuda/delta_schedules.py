@@ -10,7 +10,7 @@ import torch
 
 from samebits.backends import UnavailableError
 from samebits.backends.cuda import devices
-from samebits.backends.cuda.linear_schedules import padded_size
+from samebits.backends.cuda.linear_schedules import LinearStates, padded_size
 from samebits.backends.delta import BLOCK
 from samebits.backends.recurrent import CHUNK
 
@@ -246,18 +246,8 @@ def choose_chunks(key_size: int, size: int, blocks: int, by_channel: bool, devic
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaStates:
-    """How the kernel goes through the chunks again that has z of the forward, for gradients.
-
-    Attributes:
-        warps: in a block: each has 16 columns of values.
-        keys: channels of keys of a block, or all of them if there are fewer; a multiple of 16.
-        stages: chunks in shared memory, at least 2.
-    """
-
-    warps: int
-    keys: int
-    stages: int
+class DeltaStates(LinearStates):
+    """The same where the delta rule's updates come from z of the forward, for gradients."""
 
     def memory(self, key_size: int, by_channel: bool) -> int:
         """Bytes of shared memory of a block: ``struct Memory``, of 16-bit types."""

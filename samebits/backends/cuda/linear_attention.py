@@ -61,7 +61,7 @@ _PARAMS = "20P13q13if"
 """``struct Params`` of ``include/linear.cuh``."""
 _GRADIENTS = "12P2q"
 """``struct Gradients``."""
-Part = DeltaChunks | DeltaStates | LinearStates | LinearRows | str
+Part = DeltaChunks | LinearStates | LinearRows | str
 
 
 def kernel_spec(
@@ -88,21 +88,21 @@ def kernel_spec(
     else:
         warps, threads = part.warps, 32 * part.warps
         more += (("STAGES", part.stages),)
-        if isinstance(part, LinearStates):
-            name, smem = "linear_states", part.memory(key_size, weighted)
-            more += (("KEY_TILE", min(part.keys, key_size)), ("GRADIENTS", int(keep)))
-        elif isinstance(part, LinearRows):
-            name, smem = "linear_rows", part.memory(key_size, weighted)
-            more += (("TILE", part.tile),)
-        else:
+        if isinstance(part, (DeltaChunks, DeltaStates)):
             smem = part.memory(key_size, by_channel)
             more = (("STAGES", part.stages), ("BY_CHANNEL", int(by_channel)))
-            if isinstance(part, DeltaStates):
-                name = "delta_states"
-                more += (("KEY_TILE", min(part.keys, key_size)),)
-            else:
-                name, threads = "delta_chunks", part.threads
-                more += (("LEAVES_Z", int(keep)),)
+        if isinstance(part, DeltaChunks):
+            name, threads = "delta_chunks", part.threads
+            more += (("LEAVES_Z", int(keep)),)
+        elif isinstance(part, DeltaStates):
+            name = "delta_states"
+            more += (("KEY_TILE", min(part.keys, key_size)),)
+        elif isinstance(part, LinearStates):
+            name, smem = "linear_states", part.memory(key_size, weighted)
+            more += (("KEY_TILE", min(part.keys, key_size)), ("GRADIENTS", int(keep)))
+        else:
+            name, smem = "linear_rows", part.memory(key_size, weighted)
+            more += (("TILE", part.tile),)
     constants: tuple[tuple[str, int | str], ...] = (
         *(("TYPE", TYPES[dtype]), ("KEY_SIZE", key_size), ("WARPS", warps)),
         *(("HARDWARE_EXP2", int(hardware_exp2)), *more),
@@ -148,7 +148,7 @@ def gradients_spec(
 _gradients_kernel = runtime.loader(gradients_spec)
 
 
-def _tiles(states: LinearStates | DeltaStates, key_size: int, size: int) -> int:
+def _tiles(states: LinearStates, key_size: int, size: int) -> int:
     """Blocks of a head in a sequence."""
     return -(-size // (16 * states.warps)) * -(-key_size // min(states.keys, key_size))
 
