@@ -30,12 +30,13 @@ __all__ = ["HopperBackward", "HopperPass", "backward", "choose", "schedules", "s
 
 _PARAMS = "128s128s128s128sPPPPPqqiiii" + PROBLEM
 _SMEM = 227 * 1024
-_KEYS, _QUERIES = 1, 2  # values of the macro GRADS
+_LARGEST_HEAD = 256
+_DK, _DV, _DQ = 1, 2, 4  # values of the macro GRADS
 
 
 @dataclass(frozen=True, slots=True)
 class HopperPass:
-    """A schedule of one of the two kernels.
+    """A schedule of the kernels of dK and dV, or of dQ.
 
     Attributes:
         warpgroups: that compute; each has 64 rows.
@@ -64,20 +65,33 @@ class HopperPass:
 
 @dataclass(frozen=True, slots=True)
 class HopperBackward:
-    """The schedules of both kernels."""
+    """The schedules of all kernels."""
 
     keys: HopperPass
     queries: HopperPass
 
 
 def sizes(x: Attention) -> tuple[int, int]:
-    """Sizes of heads as kernels have them: 64 or 128."""
+    """Sizes of heads as kernels have them: multiples of 64."""
     return round_up(x.q.shape[-1], 64), round_up(x.v.shape[-1], 64)
+
+
+def _holds_both(head: int, values: int) -> bool:
+    """Whether a warp's registers hold dK and dV."""
+    return max(head, values) <= 128
+
+
+def _key_grads(head: int, values: int) -> tuple[int, ...]:
+    """What the kernels of dK and dV give."""
+    return (_DK | _DV,) if _holds_both(head, values) else (_DK, _DV)
 
 
 @functools.cache
 def schedules(head: int, values: int) -> tuple[HopperBackward, ...]:
     """All that :func:`choose` may return, the best first, and those with the fewest stages."""
+    if not _holds_both(head, values):
+        least = HopperPass(2 if head <= 192 else 1, 64, 2)  # of 256 columns one warpgroup takes all registers
+        return tuple(dict.fromkeys(HopperBackward(s, s) for s in (least.filled(head, values), least)))
     step = 128 if head + values <= 128 else 64
     found = [
         HopperBackward(
@@ -117,15 +131,16 @@ def spec(x: Attention, s: HopperPass, grads: int) -> compiler.KernelSpec:
 
 
 def specs(x: Attention) -> Iterator[compiler.KernelSpec]:
-    """Both kernels under all schedules, for tests."""
+    """All kernels under all schedules, for tests."""
     for s in schedules(*sizes(x)):
-        yield spec(x, s.keys, _KEYS)
-        yield spec(x, s.queries, _QUERIES)
+        for grads in _key_grads(*sizes(x)):
+            yield spec(x, s.keys, grads)
+        yield spec(x, s.queries, _DQ)
 
 
 def supports(x: Attention) -> bool:
     """Whether :func:`backward` takes the call. The universal kernels take all others."""
-    return x.mask is None and sm90.supports(x)
+    return x.mask is None and sm90.supports(x, _LARGEST_HEAD)
 
 
 @functools.lru_cache(maxsize=256)
@@ -168,7 +183,8 @@ def backward(
         )
 
     own, step = s.keys.rows, s.keys.step
-    launch(s.keys, _KEYS, x.keys, x.kv_heads, (step, own, own, step))
+    for grads in _key_grads(*sizes(x)):
+        launch(s.keys, grads, x.keys, x.kv_heads, (step, own, own, step))
     own, step = s.queries.rows, s.queries.step
-    launch(s.queries, _QUERIES, x.queries, x.heads, (own, step, step, own))
+    launch(s.queries, _DQ, x.queries, x.heads, (own, step, step, own))
     return to.results()

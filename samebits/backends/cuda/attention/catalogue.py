@@ -205,10 +205,10 @@ def specs(x: Attention, *, grad_mask: bool = False) -> Iterator[compiler.KernelS
     yield from universal.specs(*_universal(x))
     if x.block_table is None:
         yield from universal_backward.specs(*_universal(x), grad_mask=grad_mask)
+    if backward_sm90.supports(x):
+        yield from backward_sm90.specs(x)
     if sm90.supports(x):
         of = sm90.variant(x)
-        if backward_sm90.supports(x):
-            yield from backward_sm90.specs(x)
         yield from {sm90.spec(of, s): None for s in sm90.schedules(of)}
     if latent_sm90.supports(x):
         yield from latent_sm90.specs(x)

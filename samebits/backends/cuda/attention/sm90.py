@@ -163,7 +163,7 @@ def l2_promotion(s: HopperSchedule) -> int:
     return 128 if s.warpgroups == 1 else 256
 
 
-def supports(x: Attention) -> bool:
+def supports(x: Attention, largest_head: int = _LARGEST_HEAD) -> bool:
     """Whether the kernel takes the call. The universal kernels take all others."""
     head, values = x.q.shape[-1], x.v.shape[-1]
     return (
@@ -172,8 +172,8 @@ def supports(x: Attention) -> bool:
         and (x.block_table is None or (x.key_start is None and _box(x) >= _SMALLEST_BOX))
         and contract_from_key(x.contract).step == "mma"
         and devices.device_info(x.q.get_device()).arch.runs("attention_sm90")
-        and 0 < head <= _LARGEST_HEAD
-        and 0 < values <= _LARGEST_HEAD
+        and 0 < head <= largest_head
+        and 0 < values <= largest_head
         and head % 8 == values % 8 == 0
         and x.q.numel() > 0
         and x.k.numel() > 0

@@ -1,17 +1,18 @@
 // Attention on Hopper, backward: dK and dV, or dQ, as docs/contract.md, "Attention", has them, without masks and
 // pages. D is what attention_dots.cu left.
 //
-//   GRADS 1   dK and dV: a block has 128 keys of a head of k, and goes over the queries that see them, STEP at
-//             a time, of one head of the group after another
-//   GRADS 2   dQ: a block has a tile of queries of a head, and goes over their keys, STEP at a time
+//   GRADS 1, 2, 3   dK, dV, or both: a block has a tile of keys of a head of k, and goes over the queries that
+//                   see them, STEP at a time, of one head of the group after another
+//   GRADS 4         dQ: a block has a tile of queries of a head, and goes over their keys, STEP at a time
 //
-// Scores and their gradients are computed in both, so neither waits for the other, and each sum is one chain
-// with one owner. A warpgroup has 64 rows: of keys, or of queries. Probabilities and gradients of scores go
-// from its accumulators to the fragments that it multiplies, and never leave registers.
+// Scores and their gradients are computed in all, so none waits for another, and each sum is one chain with one
+// owner. A warpgroup has 64 rows: of keys, or of queries. Probabilities and gradients of scores go from its
+// accumulators to the fragments that it multiplies, and never leave registers. Those hold dK and dV of 128
+// columns each, or one of the two.
 //
 // Warps of a block
 //   WARPGROUPS warpgroups   consumers, 64 rows each; they share what passes by
-//   1 warpgroup             producer: one thread issues TMA loads, and for GRADS 1 one warp loads the
+//   1 warpgroup             producer: one thread issues TMA loads, and for dK and dV one warp loads the
 //                           log-sum-exps and D of queries; its registers go to the consumers
 //
 // Barriers, all mbarriers
@@ -21,10 +22,10 @@
 //
 // Macros
 //   INPUT_F16       1: f16 operands; 0: bf16
-//   HEAD, VALUES    sizes of a row of q and k, and of v, 64 or 128; columns past the end are zeros
+//   HEAD, VALUES    sizes of a row of q and k, and of v, 64, 128, 192 or 256; columns past the end are zeros
 //   SOFTCAP         1: scores are capped
-//   GRADS           1 or 2, see above
-//   WARPGROUPS      consumer warpgroups: 2 or 3
+//   GRADS           1 to 4, see above
+//   WARPGROUPS      consumer warpgroups: 1 to 3
 //   STEP            queries, or keys, of a stage: 64 or 128
 //   STAGES          of the ring, 2 or more
 
@@ -35,15 +36,20 @@
 
 #include "attention_sm90.cuh"
 
-static_assert((HEAD == 64 || HEAD == 128) && (VALUES == 64 || VALUES == 128));
-static_assert(WARPGROUPS == 2 || WARPGROUPS == 3);
+// Long rows of results, which no other kernel has.
+WGMMA_FRAGMENT(192, REGS_96, 96, 97, 98, 99, 100, 101, 102, ACC_64(0), ACC_32(64))
+WGMMA_FRAGMENT(256, REGS_128, 128, 129, 130, 131, 132, 133, 134, ACC_64(0), ACC_64(64))
+
+static_assert(HEAD % 64 == 0 && HEAD <= 256 && VALUES % 64 == 0 && VALUES <= 256);
+static_assert(WARPGROUPS >= 1 && WARPGROUPS <= 3);
 constexpr u32 CONSUMERS = WARPGROUPS * 128, ROWS = WARPGROUPS * 64, THREADS = CONSUMERS + 128;
 constexpr u32 PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
 constexpr u32 CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
 constexpr u32 CLEARED = 1;  // named barriers, one for each warpgroup; 0 is __syncthreads
-constexpr bool OF_KEYS = GRADS == 1;
+constexpr bool OF_KEYS = GRADS < 4;
+constexpr bool OF_HEADS = GRADS != 2, OF_VALUES = OF_KEYS && GRADS >= 2;  // whether it is dK or dQ, and dV
 
-// What a block keeps: k and v, or q and g; and what passes by, the other two. A row that passes by is a row of
+// What a block keeps: k and v, or q and g; and what passes by, the other two. dV needs no v. A row that passes by is a row of
 // n for scores and their gradients, and of k for what they are summed up to: the same bytes in memory.
 using OwnHead = Tile<false, false, ROWS, HEAD, 1>;
 using OwnValues = Tile<false, false, ROWS, VALUES, 1>;
@@ -53,6 +59,7 @@ using StepHeadAcross = Tile<true, false, HEAD, STEP, 1>;
 using StepValuesAcross = Tile<true, false, VALUES, STEP, 1>;
 static_assert(StepHead::bytes == StepHeadAcross::bytes && StepValues::bytes == StepValuesAcross::bytes);
 constexpr u32 STAGE_BYTES = StepHead::bytes + StepValues::bytes;
+constexpr u32 OWN_VALUES_BYTES = OF_HEADS ? OwnValues::bytes : 0;
 
 struct Params {
     TensorMap q, k, v, g;
@@ -68,13 +75,13 @@ struct Params {
 
 struct SharedStorage {
     u32 head, values, ring, full, empty, own;
-    float4* rows;  // of GRADS 1: lse2 and D of two queries each, of every stage
+    float4* rows;  // for dK and dV: lse2 and D of two queries each, of every stage
 
     __device__ explicit SharedStorage(unsigned char* raw) {
         const u32 start = shared_address(raw);
         head = (start + 1023) & ~1023u;  // a whole period of the swizzle
         values = head + OwnHead::bytes;
-        ring = values + OwnValues::bytes;
+        ring = values + OWN_VALUES_BYTES;
         const u32 behind = ring + STAGES * STAGE_BYTES;
         rows = reinterpret_cast<float4*>(raw + (behind - start));
         full = behind + (OF_KEYS ? STAGES * STEP * 8 : 0);
@@ -139,11 +146,11 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
     const Sequence& s = work.sequence;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, group = p.x.group;
     if (warp == 0 && lane == 0) {
-        mbarrier_arrive_expect_tx(shared.own, OwnHead::bytes + OwnValues::bytes);
+        mbarrier_arrive_expect_tx(shared.own, OwnHead::bytes + OWN_VALUES_BYTES);
         const int line = work.first + (OF_KEYS ? s.first_key : s.first_query);
         const i64 batch = OF_KEYS ? s.batch_of_k : s.batch_of_q;
         load<OwnHead>(shared.head, p, OF_KEYS ? 1 : 0, shared.own, batch, work.head, line);
-        load<OwnValues>(shared.values, p, OF_KEYS ? 2 : 3, shared.own, batch, work.head, line);
+        if (OF_HEADS) load<OwnValues>(shared.values, p, OF_KEYS ? 2 : 3, shared.own, batch, work.head, line);
     }
     if (warp > (OF_KEYS ? 1 : 0)) return;
     Ring<STAGES> ring;
@@ -289,7 +296,8 @@ struct Consumer {
         return first_of_step < last && first_of_step + int(STEP) > first;
     }
 
-    // Products, and gradients of probabilities, to probabilities and gradients of scores.
+    // Products, and gradients of probabilities, to probabilities and gradients of scores. For dV alone these
+    // are not there, and the compiler leaves them out.
     __device__ __forceinline__ void differentiate(float (&a)[STEP / 2], float (&grad)[STEP / 2], u32 stage,
                                                   int first_of_step, const float (&lse2)[2],
                                                   const float (&dots)[2]) const {
@@ -313,7 +321,7 @@ struct Consumer {
                 float ds = __fmul_rn(weight, __fsub_rn(of_grad, dot));
                 if (SOFTCAP) ds = __fmul_rn(ds, __fmaf_rn(-product, product, 1.0f));
                 product = counts ? weight : 0.0f;
-                of_grad = counts ? ds : 0.0f;
+                if (OF_HEADS) of_grad = counts ? ds : 0.0f;
             }
         }
     }
@@ -323,8 +331,8 @@ struct Consumer {
         const u32 own_head = shared.head + OwnHead::step(warpgroup * 64, 0);
         const u32 own_values = shared.values + OwnValues::step(warpgroup * 64, 0);
         float sum[HEAD / 2], sum_of_values[VALUES / 2];
-        zero(sum);
-        zero(sum_of_values);
+        if (OF_HEADS) zero(sum);
+        if (OF_VALUES) zero(sum_of_values);
         float lse2[2] = {}, dots[2] = {};
         if (!OF_KEYS) {
 #pragma unroll
@@ -354,8 +362,8 @@ struct Consumer {
             }
             const int exist = (OF_KEYS ? s.queries : s.keys) - first_of_step;
             if (first_of_step < 0 || exist < int(STEP)) {  // each warpgroup does so for itself
-                clear<StepHead>(head_tile, -first_of_step, exist, thread);
-                if (OF_KEYS) clear<StepValues>(values_tile, -first_of_step, exist, thread);
+                if (OF_HEADS) clear<StepHead>(head_tile, -first_of_step, exist, thread);
+                if (OF_VALUES) clear<StepValues>(values_tile, -first_of_step, exist, thread);
                 fence_async_proxy();
                 named_barrier(CLEARED + warpgroup, 128);
             }
@@ -363,28 +371,30 @@ struct Consumer {
             float a[STEP / 2], grad[STEP / 2];
             wgmma_fence();
             multiply<OwnHead, StepHead, HEAD>(a, own_head, head_tile);
-            multiply<OwnValues, StepValues, VALUES>(grad, own_values, values_tile);
+            if (OF_HEADS) multiply<OwnValues, StepValues, VALUES>(grad, own_values, values_tile);
             wgmma_commit();
             wgmma_wait<0>();
             pin(a);
-            pin(grad);
+            if (OF_HEADS) pin(grad);
             differentiate(a, grad, ring.stage, first_of_step, lse2, dots);
             u32 weights[STEP / 16][4], grads[STEP / 16][4];
-            if (OF_KEYS) pack(weights, a);
-            pack(grads, grad);
-            pin(sum);
-            if (OF_KEYS) {
+            if (OF_VALUES) pack(weights, a);
+            if (OF_HEADS) {
+                pack(grads, grad);
+                pin(sum);
+            }
+            if (OF_VALUES) {
                 pin(weights);
                 pin(sum_of_values);
             }
-            pin(grads);
+            if (OF_HEADS) pin(grads);
             wgmma_fence();
-            if constexpr (OF_KEYS) accumulate<StepValuesAcross>(sum_of_values, weights, values_tile, false);
-            accumulate<StepHeadAcross>(sum, grads, head_tile, false);
+            if constexpr (OF_VALUES) accumulate<StepValuesAcross>(sum_of_values, weights, values_tile, false);
+            if constexpr (OF_HEADS) accumulate<StepHeadAcross>(sum, grads, head_tile, false);
             wgmma_commit();
             wgmma_wait<0>();
-            pin(sum);
-            if (OF_KEYS) pin(sum_of_values);
+            if (OF_HEADS) pin(sum);
+            if (OF_VALUES) pin(sum_of_values);
             warp_arrive(shared.empty + ring.stage * 8);
             ring.step();
         }
@@ -395,9 +405,11 @@ struct Consumer {
             const int at = row(h);
             if constexpr (OF_KEYS) {
                 const i64 slot = (s.batch_of_k * x.keys + s.first_key + at) * x.heads + work.head;
-                store_row<HEAD, true>(p.dk + slot * x.head, sum, h, x.scale, x.head, at < s.keys);
-                store_row<VALUES, false>(p.dv + slot * x.values, sum_of_values, h, 1.0f, x.values,
-                                         at < s.keys);
+                if constexpr (OF_HEADS)
+                    store_row<HEAD, true>(p.dk + slot * x.head, sum, h, x.scale, x.head, at < s.keys);
+                if constexpr (OF_VALUES)
+                    store_row<VALUES, false>(p.dv + slot * x.values, sum_of_values, h, 1.0f, x.values,
+                                             at < s.keys);
             } else {
                 store_row<HEAD, true>(p.dq + s.row(x, at, work.head) * x.head, sum, h, x.scale, x.head,
                                       at < s.queries);
@@ -423,10 +435,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         mbarrier_init_fence();
     }
     __syncthreads();
-    // The kernel of dQ needs nothing of that before it, of dK and dV, which has waited for D. So its blocks take
-    // the room that the last ones of that leave. One block waits for the end of both, for what comes behind.
-    const bool waits = !OF_KEYS && blockIdx.x == gridDim.x - 1;
-    if (OF_KEYS) griddepcontrol_wait();
+    // Only the first kernel waits for D. The others need nothing of those before them, and take the room that their
+    // last blocks leave. One block waits for the end of both, for what comes behind.
+    constexpr bool FIRST = GRADS & 1;
+    const bool waits = !FIRST && blockIdx.x == gridDim.x - 1;
+    if (FIRST) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const Work work(p);
     if (work.steps == 0) {
@@ -437,11 +450,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Read from one lane: then the compiler knows it, and all addresses made of it, to be uniform in a warp.
     const u32 warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup == WARPGROUPS) {
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if constexpr (WARPGROUPS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (waits && threadIdx.x >= THREADS - 32) griddepcontrol_wait();  // a warp without other work
         producer(shared, p, work);
     } else {
-        setmaxnreg_inc<CONSUMER_REGISTERS>();
+        if constexpr (WARPGROUPS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
         Consumer{p, shared, work, warpgroup, threadIdx.x % 128}.run();
     }
 }
