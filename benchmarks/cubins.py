@@ -86,6 +86,7 @@ from samebits.backends.cuda.products import (
     tiny,
 )
 from samebits.contract import INTERPOLATION, POLYNOMIAL
+from samebits.ops.activation import POINTWISE
 from samebits.ops.gated import ACTIVATIONS
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -449,6 +450,9 @@ def fused_layers() -> Iterator[Kernel]:
             yield vector_norm.kernel_spec(x), arch
             for entry in ("pick", "mean_of_losses", "spread"):
                 yield losses.kernel_spec(entry, x), arch
+    once = ("APART", F16, 8), ("APART", BF16, 8), ("ALTERNATING", BF16, 1)
+    for entry, activation, (form, x, vector) in itertools.product(entries, POINTWISE, once):
+        yield each(gated.kernel_spec(entry, x, activation, form, vector, once=True))
 
 
 def recurrent_layers() -> Iterator[Kernel]:

@@ -134,7 +134,7 @@ def add_rms_norm(
     return out if out_sum is None else (out, out_sum)
 
 
-def check_rounding(op: str, rounding: str, offset: float) -> bool:
+def check_rounding(op: str, rounding: str, offset: float = 0.0) -> bool:
     """Whether it is once. Refuse what is no rounding, and an offset that it does not have."""
     if rounding not in ("twice", "once"):
         raise ValueError(f"samebits.{op}: rounding: expected 'twice' or 'once', got {rounding!r}")

@@ -11,6 +11,7 @@ from samebits.ops._checks import shape
 from samebits.ops._fused import backend, check_out, check_tensors, refuse_gradients
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops.activation import Pointwise
+from samebits.ops.add_rms_norm import Rounding, check_rounding
 
 _OP = "gated"
 Activation = Literal[Pointwise, "gpt_oss"]
@@ -24,6 +25,7 @@ def gated(
     activation: Activation = "silu",
     limit: float | None = None,
     alpha: float = 1.702,
+    rounding: Rounding = "twice",
     interleaved: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -41,6 +43,9 @@ def gated(
                             ``w = round(sigmoid(round(gate * alpha)))``
     ======================  ====================================================================
 
+    With ``rounding="once"`` it is ``round(activation(gate) * up)``, as where code widens a gate to float32
+    first: ``(up * silu(gate.float())).to(dtype)``, in the gated norms of Qwen3-Next.
+
     Activations are those of ``docs/contract.md``, "Fused layers": those that PyTorch's functions have under
     :class:`samebits.batch_invariant`, in every dtype. One launch on a GPU.
 
@@ -52,6 +57,8 @@ def gated(
         limit: before all else, gates above it become it, and factors are clamped to ``[-limit, limit]``. It
             is rounded to the operands' dtype. GPT-OSS has 7.
         alpha: of ``"gpt_oss"`` alone, as a float32.
+        rounding: ``"twice"``: the activation is rounded, and then the product. ``"once"``: the product alone.
+            Not of ``"gpt_oss"``.
         interleaved: without `up`, gates and factors are in turns in `gate`, ``gate[..., ::2]`` and
             ``gate[..., 1::2]``, as GPT-OSS has them.
         out: the result is written here. It may be `gate` or `up`.
@@ -62,7 +69,7 @@ def gated(
     Raises:
         TypeError: a tensor is not dense, or has another dtype.
         ValueError: shapes or devices do not match, there is no `up` and an odd size, `interleaved` with `up`
-            or `out`, or `out` overlaps an operand in another way.
+            or `out`, ``"gpt_oss"`` with ``rounding="once"``, or `out` overlaps an operand in another way.
         NotImplementedError: a gradient is asked for with `out`.
 
     The gradients have the bits that autograd gives the code under the mode, and take one launch for both.
@@ -72,6 +79,9 @@ def gated(
     bypass = check_tensors(_OP, gate=gate, up=up)
     if activation not in ACTIVATIONS:
         raise ValueError(f"samebits.{_OP}: activation: expected one of {ACTIVATIONS}, got {activation!r}")
+    once = check_rounding(_OP, rounding)
+    if once and activation == "gpt_oss":
+        raise ValueError(f"samebits.{_OP}: rounding: expected 'twice' with activation='gpt_oss', got 'once'")
     if limit is not None and not limit > 0:
         raise ValueError(f"samebits.{_OP}: limit: expected a number above 0, or None, got {limit}")
     if up is None:
@@ -91,20 +101,19 @@ def gated(
         raise ValueError(f"samebits.{_OP}: {name}: expected None with interleaved=True, got a tensor")
     bound = math.inf if limit is None else float(limit)
     if out is None:
-        found: Tensor = _operator(gate, up, activation, bound, float(alpha), bool(interleaved), bypass=bypass)
+        options = activation, bound, float(alpha), once, bool(interleaved)
+        found: Tensor = _operator(gate, up, *options, bypass=bypass)
         return found
     refuse_gradients(_OP, gate=gate, up=up)
     if out is not gate or up is None:
         halves = gate.chunk(2, -1) if up is None else (gate, up)
         check_out(_OP, "out", out, halves[0], gate.dtype, halves, gate=halves[0], up=halves[1])
-    _into(gate, up, out, activation, bound, float(alpha), bypass=bypass)
+    _into(gate, up, out, activation, bound, float(alpha), once, bypass=bypass)
     return out
 
 
-def _run(
-    gate: Tensor, up: Tensor | None, activation: str, limit: float, alpha: float, interleaved: bool
-) -> Tensor:
-    found: Tensor = backend(_OP, gate).gated(gate, up, activation, limit, alpha, interleaved)
+def _run(gate: Tensor, up: Tensor | None, *options: Any) -> Tensor:
+    found: Tensor = backend(_OP, gate).gated(gate, up, *options)
     return found
 
 
@@ -113,7 +122,8 @@ def _fake(gate: Tensor, up: Tensor | None, *_: object) -> Tensor:
 
 
 _operator = Operator(
-    "gated(Tensor gate, Tensor? up, str activation, float limit, float alpha, bool interleaved) -> Tensor",
+    "gated(Tensor gate, Tensor? up, str activation, float limit, float alpha, bool once, bool interleaved)"
+    " -> Tensor",
     cpu=_run,
     fake=_fake,
 )
@@ -132,7 +142,7 @@ def _fake_backward(grad: Tensor, gate: Tensor, up: Tensor | None, *options: Any)
 
 _gradient = Operator(
     "gated_backward(Tensor grad, Tensor gate, Tensor? up, str activation, float limit, float alpha,"
-    " bool interleaved, bool of_gate, bool of_up) -> (Tensor, Tensor)",
+    " bool once, bool interleaved, bool of_gate, bool of_up) -> (Tensor, Tensor)",
     cpu=_run_backward,
     fake=_fake_backward,
 )
@@ -148,20 +158,19 @@ def _backward(ctx: Any, saved: tuple[Tensor, Tensor | None], grad: Tensor) -> tu
     gate, up = saved
     needed = ctx.needs_input_grad
     of_gate, of_up = _gradient(grad, gate, up, *ctx.options, needed[0], needed[1])
-    return of_gate if needed[0] else None, of_up if needed[1] else None, None, None, None, None
+    return of_gate if needed[0] else None, of_up if needed[1] else None, *(None,) * 5
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _run_into(
-    gate: Tensor, up: Tensor | None, out: Tensor, activation: str, limit: float, alpha: float
-) -> None:
-    backend(_OP, gate).gated_into(gate, up, out, activation, limit, alpha)
+def _run_into(gate: Tensor, up: Tensor | None, out: Tensor, *options: Any) -> None:
+    backend(_OP, gate).gated_into(gate, up, out, *options)
 
 
 _into = Operator(
-    "gated_into(Tensor gate, Tensor? up, Tensor(a!) out, str activation, float limit, float alpha) -> ()",
+    "gated_into(Tensor gate, Tensor? up, Tensor(a!) out, str activation, float limit, float alpha, bool once)"
+    " -> ()",
     cpu=_run_into,
     fake=lambda *_: None,
 )

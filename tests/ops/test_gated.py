@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from samebits.backends.cuda import compiler
 from samebits.backends.cuda import gated as host
 from samebits.backends.reference import fused as reference
 from samebits.ops.activation import _FUNCTIONS as PYTORCH
+from samebits.ops.activation import POINTWISE
 from samebits.ops.activation import activation as activated
 from samebits.ops.gated import ACTIVATIONS
 from samebits.testing import assert_same_bits
@@ -30,6 +32,7 @@ DTYPES = [F32, BF16, F16]
 on_devices = pytest.mark.parametrize("device", DEVICES)
 in_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
+roundings = pytest.mark.parametrize("rounding", ["twice", "once"])
 
 
 @pytest.fixture(autouse=True)
@@ -47,22 +50,25 @@ def every_value(dtype: torch.dtype) -> Tensor:
 @in_dtypes
 @activations
 @pytest.mark.parametrize("kind", ["normal", "wide", "tiny", "special"])
+@roundings
 def test_bits_of_the_naive_implementation(
-    device: str, dtype: torch.dtype, activation: Any, kind: str
+    device: str, dtype: torch.dtype, activation: Any, kind: str, rounding: Any
 ) -> None:
+    once = rounding == "once" and activation != "gpt_oss"
     gate, up, grad = (case(of, (60,), dtype, device, i) for i, of in enumerate((kind, "normal", "normal")))
     gate[:30] *= 4
     for limit, alpha in ((None, 1.702), (2.3, 1.702), (7.0, 0.9)):
-        got = gated(gate, up, activation=activation, limit=limit, alpha=alpha)
+        options: Any = {"limit": limit, "alpha": alpha, "rounding": "once" if once else "twice"}
+        got = gated(gate, up, activation=activation, **options)
         want = [
-            naive_fused.gated(a, b, activation, limit, alpha, NAMES[dtype])
+            naive_fused.gated(a, b, activation, limit, alpha, NAMES[dtype], once)
             for a, b in zip(gate.tolist(), up.tolist(), strict=True)
         ]
         assert_same_bits(got, rounded(want, dtype), f"{limit}")
         leaves = [t.clone().requires_grad_() for t in (gate, up)]
-        y = gated(*leaves, activation=activation, limit=limit, alpha=alpha)
+        y = gated(*leaves, activation=activation, **options)
         pairs = [
-            naive_fused.gated_backward(g, a, b, activation, limit, alpha, NAMES[dtype])
+            naive_fused.gated_backward(g, a, b, activation, limit, alpha, NAMES[dtype], once)
             for g, a, b in zip(grad.tolist(), gate.tolist(), up.tolist(), strict=True)
         ]
         for found, of in zip(torch.autograd.grad(y, leaves, grad), zip(*pairs, strict=True), strict=True):
@@ -161,8 +167,10 @@ def test_functions_of_the_mode(device: str, dtype: torch.dtype, name: str) -> No
         torch.testing.assert_close(curved, torch.autograd.grad(plain, x, v)[0])
 
 
-def of_transformers(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
+def of_transformers(activation: str, rounding: str) -> Callable[[Tensor, Tensor], Tensor]:
     """The code that is replaced, of a gate and a factor."""
+    if rounding == "once":
+        return lambda gate, up: (up * PYTORCH[activation](gate.to(F32))).to(up.dtype)
     if activation != "gpt_oss":
         return lambda gate, up: PYTORCH[activation](gate) * up
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -176,18 +184,21 @@ def of_transformers(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
 @on_devices
 @in_dtypes
 @activations
-def test_code_of_transformers(device: str, dtype: torch.dtype, activation: Any) -> None:
+@roundings
+def test_code_of_transformers(device: str, dtype: torch.dtype, activation: Any, rounding: Any) -> None:
     """Under the mode, with gradients of zeros, too."""
     pytest.importorskip("transformers")
+    if activation == "gpt_oss" and rounding == "once":
+        pytest.skip("it is refused")
     limit = 7.0 if activation == "gpt_oss" else None
-    options: dict[str, Any] = {"activation": activation, "limit": limit}
+    options: dict[str, Any] = {"activation": activation, "limit": limit, "rounding": rounding}
     for shape in ((3, 35), (2, 5, 40), (7,)):
         gate, up, grad = (case("normal", shape, dtype, device, seed) for seed in range(3))
         gate, up = (gate * 4).requires_grad_(), (up * 4).requires_grad_()
         grad.view(-1)[:4] = torch.tensor([0.0, -0.0, 1e-7, -1e-7])
         leaves = [gate, up]
         with samebits.batch_invariant("error"):
-            want = of_transformers(activation)(gate, up)
+            want = of_transformers(activation, rounding)(gate, up)
             wanted = torch.autograd.grad(want, leaves, grad)
         got = gated(gate, up, **options)
         assert_same_bits(got, want)
@@ -208,6 +219,36 @@ def test_code_of_transformers(device: str, dtype: torch.dtype, activation: Any) 
             assert_same_bits(a.contiguous(), b + 0.0, f"in turns, {shape}")
 
 
+@on_devices
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("activation", POINTWISE)
+def test_rounded_once_every_value_of_16_bits(device: str, dtype: torch.dtype, activation: Any) -> None:
+    """The bits of the code under the mode, with gradients, but for those of NaN, and of relu's zeros."""
+    gate = every_value(dtype).to(device)
+    gate = gate + 0.0 if activation.startswith("relu") else gate
+    up, grad = (case(kind, (1 << 16,), dtype, device, i) for i, kind in enumerate(("wide", "normal"), 1))
+    leaves = [t.detach().requires_grad_() for t in (gate, up)]
+    with samebits.batch_invariant("error"):
+        want = of_transformers(activation, "once")(*leaves)
+        wanted = torch.autograd.grad(want, leaves, grad)
+    got = gated(*leaves, activation=activation, rounding="once")
+    for a, b in zip((got, *torch.autograd.grad(got, leaves, grad)), (want, *wanted), strict=True):
+        assert different(a.detach(), b.detach()) == 0
+
+
+@on_devices
+@pytest.mark.parametrize("activation", POINTWISE)
+def test_a_rounding_between_changes_nothing_in_float32(device: str, activation: Any) -> None:
+    gate, up, grad = (case("wide", (5, 37), F32, device, i) for i in range(3))
+    found = []
+    for rounding in ("twice", "once"):
+        leaves = [t.detach().requires_grad_() for t in (gate, up)]
+        y = gated(*leaves, activation=activation, rounding=rounding)
+        found.append((y, *torch.autograd.grad(y, leaves, grad)))
+    for a, b in zip(*found, strict=True):
+        assert_same_bits(a, b)
+
+
 def test_second_derivatives_are_refused() -> None:
     x = torch.randn(3, 10, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"samebits\.gated: second derivatives"):
@@ -217,8 +258,10 @@ def test_second_derivatives_are_refused() -> None:
 @on_devices
 @in_dtypes
 @pytest.mark.parametrize("n", [16, 37])
-def test_places(device: str, dtype: torch.dtype, n: int) -> None:
+@roundings
+def test_places(device: str, dtype: torch.dtype, n: int, rounding: Any) -> None:
     """Packed, in turns, with any strides, in place or elsewhere; and beside any neighbours."""
+    gated = partial(samebits.gated, rounding=rounding)
     for lead in ((), (5,), (2, 3), (0,), (2, 3, 2)):
         packed = case("normal", (*lead, 2 * n), dtype, device)
         gate, up = packed.chunk(2, -1)
@@ -260,6 +303,8 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: call(X, X[:1]), ValueError, "gate, up: expected"),
     (lambda: call(X[:, :3]), ValueError, r"gate: expected \[..., 2 N\]"),
     (lambda: call(X, activation="swish"), ValueError, "activation: expected one of"),
+    (lambda: call(X, rounding="never"), ValueError, "rounding: expected 'twice' or 'once'"),
+    (lambda: call(X, activation="gpt_oss", rounding="once"), ValueError, "rounding: expected 'twice' with"),
     (lambda: call(X, limit=0), ValueError, "limit: expected a number above 0"),
     (lambda: call(X, out=X), ValueError, "out: expected shape"),
     (lambda: call(X, X.clone(), out=X.half()), TypeError, "out: expected a dense tensor"),
@@ -282,11 +327,13 @@ def test_operators_are_what_they_say() -> None:
     x = torch.randn(3, 8)
     leaf = x.clone().requires_grad_()
     for up, interleaved in ((None, False), (None, True), (x + 1, False)):
-        options = up, "silu", 7.0, 1.0, interleaved
+        options = up, "silu", 7.0, 1.0, interleaved, interleaved
         torch.library.opcheck(torch.ops.samebits.gated, (leaf, *options))
         grad = torch.ones(3, 4 if up is None else 8)
         torch.library.opcheck(torch.ops.samebits.gated_backward, (grad, x, *options, True, up is None))
-    torch.library.opcheck(torch.ops.samebits.gated_into, (x, x + 1, torch.empty_like(x), "gelu", 7.0, 1.0))
+    torch.library.opcheck(
+        torch.ops.samebits.gated_into, (x, x + 1, torch.empty_like(x), "gelu", 7.0, 1.0, True)
+    )
     torch.library.opcheck(torch.ops.samebits.activation, (leaf, "gelu"))
     torch.library.opcheck(torch.ops.samebits.activation_backward, (x + 1, leaf, "gelu"))
 
@@ -307,5 +354,6 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     for form in (forms[at % 8], forms[(at + 3) % 8]):
         for entry in ("gated", "gated_backward"):
             fast = {"fast_silu": arch == "sm_90a"}
-            cubin = resources(host.kernel_spec(entry, *form, **fast), arch)
-            assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0), (entry, form)
+            for once in {False, form[1] != "gpt_oss" and form[2] != "ALONE"}:
+                cubin = resources(host.kernel_spec(entry, *form, once, **fast), arch)
+                assert (cubin.spill_bytes, cubin.local_bytes) == (0, 0), (entry, form, once)

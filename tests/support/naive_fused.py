@@ -163,22 +163,25 @@ def gradient(g: float, a: float, activation: str, dtype: str) -> float:
     return float(f32(of_result * f32(f32(f32(0.5) * f32(f32(1) + y)) + of_tanh)))
 
 
-def gated(a: float, b: float, activation: str, limit: float | None, alpha: float, dtype: str) -> float:
+def gated(
+    a: float, b: float, activation: str, limit: float | None, alpha: float, dtype: str, once: bool
+) -> float:
     """One entry before its last rounding."""
     a, b = _limited(a, b, limit, dtype)
-    gate, factor = _parts(a, b, activation, alpha, dtype)
+    gate, factor = _parts(a, b, activation, alpha, "f32" if once else dtype)
     return float(f32(f32(gate) * f32(factor)))
 
 
 def gated_backward(
-    g: float, a: float, b: float, activation: str, limit: float | None, alpha: float, dtype: str
+    g: float, a: float, b: float, activation: str, limit: float | None, alpha: float, dtype: str, once: bool
 ) -> tuple[float, float]:
     """The gradients of a gate and its factor before their last roundings."""
     within = a, b
     a, b = _limited(a, b, limit, dtype)
-    gate, factor = _parts(a, b, activation, alpha, dtype)
+    between = "f32" if once else dtype
+    gate, factor = _parts(a, b, activation, alpha, between)
     of_factor = float(f32(f32(g) * f32(gate)))
-    of_gate = rounded(float(f32(f32(g) * f32(factor))), dtype)
+    of_gate = rounded(float(f32(f32(g) * f32(factor))), between)
     if activation == "gpt_oss":
         weight = rounded(activated(rounded(float(f32(f32(a) * f32(alpha))), dtype), "sigmoid"), dtype)
         of_weight = rounded(float(f32(f32(of_gate) * f32(a))), dtype)
@@ -188,7 +191,7 @@ def gated_backward(
         )
         of_gate = float(f32(f32(direct) + f32(other)))
     else:
-        of_gate = gradient(of_gate, a, activation, dtype)
+        of_gate = gradient(of_gate, a, activation, between)
     if limit is None:
         return of_gate, of_factor
     bound = rounded(float(f32(limit)), dtype)

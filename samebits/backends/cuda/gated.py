@@ -23,14 +23,16 @@ def kernel_spec(
     activation: str,
     form: str,
     vector: int,
+    once: bool = False,
     *,
     fast_silu: bool = False,
     programmatic: bool = False,
 ) -> compiler.KernelSpec:
-    """The kernel of ``gated.cu`` or ``gated_backward.cu``."""
-    fast = fast_silu and entry == "gated" and dtype == torch.bfloat16 and activation == "silu"
+    """The kernel of ``gated.cu`` or ``gated_backward.cu``. ``once`` changes nothing in float32."""
+    between = (("BETWEEN", "F32"),) if once and dtype != torch.float32 else ()
+    fast = fast_silu and entry == "gated" and dtype == torch.bfloat16 and activation == "silu" and not once
     of = ("IN", TYPES[dtype]), ("ACTIVATION", activation.upper()), ("FAST_SILU", int(fast))
-    constants = *of, ("FORM", form), ("VECTOR", vector)
+    constants = *of, ("FORM", form), ("VECTOR", vector), *between
     return compiler.KernelSpec(
         f"{entry}.cu", entry, _PARAMS[entry], constants, block=_THREADS, programmatic=programmatic
     )
@@ -40,34 +42,40 @@ _kernel = runtime.loader(kernel_spec)
 
 
 def gated(
-    gate: Tensor, up: Tensor | None, activation: str, limit: float, alpha: float, interleaved: bool
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    limit: float,
+    alpha: float,
+    once: bool,
+    interleaved: bool,
 ) -> Tensor:
     """``activation(gate) * up``, contiguous. Without `up`, a row of `gate` has both."""
     size = gate.shape[-1] // (2 if up is None else 1)
     out = runtime.empty((*gate.shape[:-1], size), gate.dtype, gate.get_device())
     if interleaved:
         if out.numel():
-            _launch("ALTERNATING", _rows(gate), 0, 0, out, activation, limit, alpha)
+            _launch("ALTERNATING", _rows(gate), 0, 0, out, activation, limit, alpha, once)
     else:
-        gated_into(gate, up, out, activation, limit, alpha)
+        gated_into(gate, up, out, activation, limit, alpha, once)
     return out
 
 
 def gated_into(
-    gate: Tensor, up: Tensor | None, out: Tensor, activation: str, limit: float, alpha: float
+    gate: Tensor, up: Tensor | None, out: Tensor, activation: str, limit: float, alpha: float, once: bool
 ) -> None:
     """The same into `out`, which may be an operand. Without `up`, both halves of a row are in `gate`."""
     if out.numel() == 0:
         return
     if up is not None and _alternate(gate, up) and (rows := _matrix(gate)).data_ptr() == gate.data_ptr():
-        return _launch("ALTERNATING", rows, 0, 0, out, activation, limit, alpha)
+        return _launch("ALTERNATING", rows, 0, 0, out, activation, limit, alpha, once)
     rows = _rows(gate)
     if up is None:
         other, step = rows.data_ptr() + out.shape[-1] * out.itemsize, rows.stride(0)
     else:
         up = _rows(up)
         other, step = up.data_ptr(), up.stride(0)
-    return _launch("APART", rows, other, step, out, activation, limit, alpha)
+    return _launch("APART", rows, other, step, out, activation, limit, alpha, once)
 
 
 def gated_backward(
@@ -77,6 +85,7 @@ def gated_backward(
     activation: str,
     limit: float,
     alpha: float,
+    once: bool,
     interleaved: bool,
     of_gate: bool,
     of_up: bool,
@@ -100,7 +109,7 @@ def gated_backward(
         steps = rows.stride(0), ups.stride(0), n, n
     of_first = first.data_ptr() if both or of_gate else 0
     addresses = g.data_ptr(), rows.data_ptr(), others[0], of_first, others[1]
-    _launch_backward(form, gate.dtype, device, g, n, addresses, steps, activation, limit, alpha)
+    _launch_backward(form, gate.dtype, device, g, n, addresses, steps, activation, limit, alpha, once)
     return first, second
 
 
@@ -126,7 +135,15 @@ def activation_backward(grad: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def _launch(
-    form: str, gate: Tensor, up: int, up_row: int, out: Tensor, activation: str, limit: float, alpha: float
+    form: str,
+    gate: Tensor,
+    up: int,
+    up_row: int,
+    out: Tensor,
+    activation: str,
+    limit: float,
+    alpha: float,
+    once: bool = False,
 ) -> None:
     """Run the kernel on rows of gates. `up` is an address."""
     to = _rows(out)
@@ -138,7 +155,7 @@ def _launch(
     if low & 15 or n % vector:
         vector = 1
     count = rows * (n // vector)
-    _kernel(gate.get_device(), "gated", gate.dtype, activation, form, vector).launch(
+    _kernel(gate.get_device(), "gated", gate.dtype, activation, form, vector, once).launch(
         (-(-count // _THREADS), 1, 1),
         *(gate.data_ptr(), up, to.data_ptr(), gate_row, up_row, out_row),
         *(count, n // vector, limit, alpha),
@@ -158,6 +175,7 @@ def _launch_backward(
     activation: str,
     limit: float,
     alpha: float,
+    once: bool = False,
 ) -> None:
     """Run the kernel on rows of `n` gates. `addresses` and, but for the first one, `steps` are its own."""
     rows, size, vector = grad.shape[0], dtype.itemsize, 16 // dtype.itemsize
@@ -168,7 +186,7 @@ def _launch_backward(
     if low & 15 or n % vector:
         vector = 1
     count = rows * (n // vector)
-    _kernel(device, "gated_backward", dtype, activation, form, vector).launch(
+    _kernel(device, "gated_backward", dtype, activation, form, vector, once).launch(
         (-(-count // _THREADS), 1, 1), *addresses, *steps, count, n // vector, limit, alpha
     )
 

@@ -255,7 +255,13 @@ def norm_rotary_backward(
 
 
 def gated(
-    gate: Tensor, up: Tensor | None, activation: str, limit: float, alpha: float, interleaved: bool
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    limit: float,
+    alpha: float,
+    once: bool,
+    interleaved: bool,
 ) -> Tensor:
     """``activation(gate) * up``, contiguous. Without `up`, a row of `gate` has both."""
     require_subnormals()
@@ -264,14 +270,15 @@ def gated(
     g, u = torch.minimum(_wide(gate), bound), torch.maximum(torch.minimum(_wide(up), bound), -bound)
     if activation == "gpt_oss":
         u = _wide(_rounded(u + 1, gate.dtype))
-    return _rounded(_wide(_activated(g, activation, alpha, gate.dtype)) * u, gate.dtype)
+    between = torch.float32 if once else gate.dtype
+    return _rounded(_wide(_activated(g, activation, alpha, between)) * u, gate.dtype)
 
 
 def gated_into(
-    gate: Tensor, up: Tensor | None, out: Tensor, activation: str, limit: float, alpha: float
+    gate: Tensor, up: Tensor | None, out: Tensor, activation: str, limit: float, alpha: float, once: bool
 ) -> None:
     """The same into `out`, which may be an operand."""
-    out.copy_(gated(gate, up, activation, limit, alpha, False))
+    out.copy_(gated(gate, up, activation, limit, alpha, once, False))
 
 
 def gated_backward(
@@ -281,6 +288,7 @@ def gated_backward(
     activation: str,
     limit: float,
     alpha: float,
+    once: bool,
     interleaved: bool,
     of_gate: bool,
     of_up: bool,
@@ -293,8 +301,10 @@ def gated_backward(
     if activation == "gpt_oss":
         factor = _wide(_rounded(factor + 1, dtype))
     capped = torch.minimum(a, bound)
-    found = _gradient(_wide(_rounded(g * factor, dtype)), capped, activation, alpha, dtype)
-    of_factor = _rounded(g * _wide(_activated(capped, activation, alpha, dtype)), dtype)
+    between = torch.float32 if once else dtype
+    of_activation = _wide(_rounded(g * factor, between))
+    found = _rounded(_wide(_gradient(of_activation, capped, activation, alpha, between)), dtype)
+    of_factor = _rounded(g * _wide(_activated(capped, activation, alpha, between)), dtype)
     if not math.isinf(limit):
         found = torch.where(a <= bound, found, 0.0)
         of_factor = torch.where((b >= -bound) & (b <= bound), of_factor, 0.0)

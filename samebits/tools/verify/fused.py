@@ -282,15 +282,24 @@ def _gates(times: int) -> Iterator[FusedCase]:
         for rows, n in ((5, 64), (3, 37), (300, 520), (2, 14336))[: 2 + times]:
             draw = partial(_drawn, kind, ((rows, 2 * n), dtype))
             limit = 2.5 if activation == "gpt_oss" else None
-            name = f"{rows} x {n}, {dtype}, {kind}"
-            yield FusedCase("gated", activation, name, draw, partial(_gated, activation, limit))
-            if next(numbers) % 5 == 0 or times > 1:  # they take the CPU longer
-                run = partial(_gate_gradients, activation, limit)
-                yield FusedCase("gated", "gradients", f"{activation}, {name}", draw, run)
+            for rounding in _roundings(activation, dtype):
+                options = {"activation": activation, "limit": limit, "rounding": rounding}
+                name = f"{rows} x {n}, {dtype}, {kind}, rounded {rounding}"
+                yield FusedCase("gated", activation, name, draw, partial(_gated, options))
+                if next(numbers) % 5 == 0 or times > 1:  # they take the CPU longer
+                    run = partial(_gate_gradients, options)
+                    yield FusedCase("gated", "gradients", f"{activation}, {name}", draw, run)
     for dtype, activation in itertools.product((BF16, F16), ACTIVATIONS):
-        draw, name = partial(_every_value, dtype), f"{activation}, {dtype}"
-        yield FusedCase("gated", "every value", name, draw, partial(_gated, activation, None))
-        yield FusedCase("gated", "every value", name, draw, partial(_gate_gradients, activation, None))
+        for rounding in _roundings(activation, dtype):
+            draw, name = partial(_every_value, dtype), f"{activation}, {dtype}, rounded {rounding}"
+            options = {"activation": activation, "rounding": rounding}
+            yield FusedCase("gated", "every value", name, draw, partial(_gated, options))
+            yield FusedCase("gated", "every value", name, draw, partial(_gate_gradients, options))
+
+
+def _roundings(activation: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Those that have kernels of their own."""
+    return ("twice",) if activation == "gpt_oss" or dtype == torch.float32 else ("twice", "once")
 
 
 def _every_value(dtype: torch.dtype) -> Results:
@@ -302,19 +311,17 @@ def _every_value(dtype: torch.dtype) -> Results:
     )
 
 
-def _gated(activation: Any, limit: float | None, packed: Tensor) -> Results:
+def _gated(options: dict[str, Any], packed: Tensor) -> Results:
     """Packed, in turns, and in place."""
     turns = torch.stack(packed.chunk(2, -1), -1).flatten(-2)
     mine = packed.clone()
-    options: dict[str, Any] = {"activation": activation, "limit": limit}
     gated(mine, out=mine.chunk(2, -1)[1], **options)
     apart = gated(turns[..., ::2], turns[..., 1::2], **options)
     return gated(packed, **options), gated(turns, interleaved=True, **options), apart, mine
 
 
-def _gate_gradients(activation: Any, limit: float | None, packed: Tensor) -> Results:
+def _gate_gradients(options: dict[str, Any], packed: Tensor) -> Results:
     """Packed, in turns, and apart; factors stand for gradients, too."""
-    options: dict[str, Any] = {"activation": activation, "limit": limit}
     grad = packed.chunk(2, -1)[1]
     with torch.enable_grad():
         turns = torch.stack(packed.chunk(2, -1), -1).flatten(-2)

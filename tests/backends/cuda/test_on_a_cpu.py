@@ -47,9 +47,10 @@ def test_gradients_of_gated(
     limit = 2.5 if activation == "gpt_oss" else NO_LIMIT
     for interleaved in (False, True):
         turned = torch.stack(packed.chunk(2, -1), -1).flatten(-2) if interleaved else packed
-        args = grad, turned, None, activation, limit, 1.702, interleaved, True, True
-        got, want = (f(*args)[0] for f in (gated.gated_backward, reference.gated_backward))
-        assert_same_bits(got, want, f"{interleaved=}")
+        for once in {False, activation != "gpt_oss"}:
+            args = grad, turned, None, activation, limit, 1.702, once, interleaved, True, True
+            got, want = (f(*args)[0] for f in (gated.gated_backward, reference.gated_backward))
+            assert_same_bits(got, want, f"{interleaved=} {once=}")
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gpt_oss"])
@@ -63,14 +64,18 @@ def test_gated(monkeypatch: pytest.MonkeyPatch, activation: str, dtype: torch.dt
         packed = values(kind, (rows, 2 * n), dtype, rows)
         turned = torch.stack(packed.chunk(2, -1), -1).flatten(-2)
         for x, interleaved in ((packed, False), (turned, True)):
-            args = x, None, activation, limit, 1.702, interleaved
-            assert_same_bits(gated.gated(*args), reference.gated(*args), f"{rows=} {interleaved=}")
+            for once in {False, activation != "gpt_oss"}:
+                args = x, None, activation, limit, 1.702, once, interleaved
+                got, want = gated.gated(*args), reference.gated(*args)
+                assert_same_bits(got, want, f"{rows=} {interleaved=} {once=}")
         if activation != "gpt_oss":
             alone, gate = gated.activation(packed, activation), packed[:, :n].contiguous()
             assert_same_bits(alone, reference.activation(packed, activation))
-            want = reference.gated(packed, None, activation, limit, 1.702, False)
-            gated.gated_into(gate, packed[:, n:], gate, activation, limit, 1.702)
-            assert_same_bits(gate, want)
+            for once in (False, True):
+                mine = gate.clone()
+                want = reference.gated(packed, None, activation, limit, 1.702, once, False)
+                gated.gated_into(mine, packed[:, n:], mine, activation, limit, 1.702, once)
+                assert_same_bits(mine, want)
 
 
 @pytest.mark.parametrize(

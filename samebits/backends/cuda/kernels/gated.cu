@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated(const __grid_constan
         if constexpr (FORM != ALONE) {
             up[j] = contract::maximum(contract::minimum(up[j], limit), -limit);
             if constexpr (ACTIVATION == GPT_OSS) up[j] = rounded_to<In>(__fadd_rn(up[j], 1.0f));
-            gate[j] = __fmul_rn(rounded_to<In>(gate[j]), up[j]);
+            gate[j] = __fmul_rn(rounded_to<Between>(gate[j]), up[j]);
         }
     }
     store_values<In>(p.out + row * p.out_row + first, gate);

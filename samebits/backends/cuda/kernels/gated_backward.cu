@@ -20,7 +20,7 @@ struct Params {
     float limit, alpha;  // as in gated.cu
 };
 
-// The gradient of a gate, given g of its activation as that was rounded.
+// The gradient of a gate, given g of its activation.
 __device__ __forceinline__ float of_activated(float g, float gate, float alpha) {
     if constexpr (ACTIVATION == SILU) {
         return contract::silu_gradient(g, gate);
@@ -29,11 +29,11 @@ __device__ __forceinline__ float of_activated(float g, float gate, float alpha) 
     } else if constexpr (ACTIVATION == GELU_TANH) {
         return contract::gelu_tanh_gradient(g, gate);
     } else if constexpr (ACTIVATION == SIGMOID) {
-        return contract::sigmoid_gradient(g, rounded_to<In>(contract::sigmoid(gate)));
+        return contract::sigmoid_gradient(g, rounded_to<Between>(contract::sigmoid(gate)));
     } else if constexpr (ACTIVATION == RELU) {
         return gate <= 0.0f ? 0.0f : g;
     } else if constexpr (ACTIVATION == RELU2) {
-        return gate <= 0.0f ? 0.0f : __fmul_rn(g, rounded_to<In>(__fadd_rn(gate, gate)));
+        return gate <= 0.0f ? 0.0f : __fmul_rn(g, rounded_to<Between>(__fadd_rn(gate, gate)));
     } else {
         const float weight = rounded_to<In>(contract::sigmoid(rounded_to<In>(__fmul_rn(gate, alpha))));
         const float of_scaled =
@@ -60,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_backward(const __gri
         if constexpr (FORM != ALONE) {
             float b = contract::maximum(contract::minimum(up[j], limit), -limit);
             if constexpr (ACTIVATION == GPT_OSS) b = rounded_to<In>(__fadd_rn(b, 1.0f));
-            of_activation = rounded_to<In>(__fmul_rn(grad[j], b));
-            const float of_up = __fmul_rn(grad[j], rounded_to<In>(activated(a, p.alpha)));
+            of_activation = rounded_to<Between>(__fmul_rn(grad[j], b));
+            const float of_up = __fmul_rn(grad[j], rounded_to<Between>(activated(a, p.alpha)));
             // Comparisons of NaN are false.
             up[j] = limit == INF || (up[j] >= -limit && up[j] <= limit) ? of_up : 0.0f;
         }

@@ -2,6 +2,7 @@
 //
 // Macros, beside those of gated.cu
 //   FAST_SILU   1: silu of bf16 is computed by functions of the GPU
+//   BETWEEN     type to which an activation is rounded before its product: F32; or that of IN, where it is not given
 #pragma once
 
 #define SILU 0
@@ -20,7 +21,12 @@
 #include "launch.cuh"
 #include "vectors.cuh"
 
+#ifndef BETWEEN
+#define BETWEEN IN
+#endif
+
 using In = Element<IN>;
+using Between = Element<BETWEEN>;
 
 constexpr int THREADS = 256;
 
