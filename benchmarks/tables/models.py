@@ -354,6 +354,7 @@ def fused(data: dict[str, Any]) -> str:
     """What ``samebits.fuse`` fused in which architecture."""
     kinds: tuple[str, ...] = (
         "RMS norm",
+        "gated RMS norm",
         "residual sum and RMS norm",
         "gated activation",
         "rotary positions",

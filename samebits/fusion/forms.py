@@ -24,6 +24,7 @@ from samebits.ops.rotary import rotary
 __all__ = [
     "Gate",
     "GateOfExperts",
+    "GatedNorm",
     "Kind",
     "Norm",
     "NormRotary",
@@ -225,6 +226,59 @@ class Gate:
             return result
 
         return gate_and_product
+
+
+@dataclass(frozen=True)
+class GatedNorm:
+    """An RMS norm and then its gate: :func:`samebits.gated`, rounded once, of :func:`samebits.add_rms_norm`.
+
+    Attributes:
+        of: the norm, whose class is the module's.
+        activation: as :func:`samebits.gated` calls it.
+        texts: attributes that are text, and what they say: by one of them code may find its activation.
+        fused: the class of modules that are fused; None before it is made.
+        proven: device, and dtype of rows, weight and gate.
+    """
+
+    of: Norm
+    activation: Any
+    texts: tuple[tuple[str, str], ...]
+    fused: type[nn.Module] | None = None
+    proven: tuple[Kind, ...] = ()
+
+    @property
+    def kind(self) -> type[nn.Module]:
+        return self.of.kind
+
+    def norm(self) -> Callable[..., Any]:
+        """The forward of such a module."""
+        own, of, activation, proven = self.kind.forward, self.of, self.activation, self.proven
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if active():
+                if len(args) == 2 and not kwargs and form._fits(self, *args):
+                    x, gate = args
+                    eps = of._eps(self)
+                    y = add_rms_norm(x, None, of._weight(self), eps, rounding=of.rounding, offset=of.offset)
+                    return gated(gate, y, activation=activation, rounding="once")
+                instead("a gated norm of other operands", args[0] if args else None, proven)
+            return own(self, *args, **kwargs)
+
+        form = self
+        return forward
+
+    def _fits(self, module: Any, x: Any, gate: Any) -> bool:
+        weight = self.of._weight(module)
+        return (
+            plain(x)
+            and plain(gate)
+            and gate.shape == x.shape
+            and gate.dtype == x.dtype
+            and gate.device == x.device
+            and (weight is None or (plain(weight) and weight.dtype == x.dtype))
+            and (x.device.type, x.dtype) in self.proven
+            and all(getattr(module, name) == text for name, text in self.texts)
+        )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from samebits.mode import batch_invariant
 
 __all__ = ["fuse", "fuse_parts"]
 
-NORM = "RMS norm"
+NORM, GATED_NORM = "RMS norm", "gated RMS norm"
 Unit = tuple[int, ...]
 """Sites of a plan that are fused together."""
 
@@ -39,7 +39,8 @@ def fuse(model: nn.Module, inputs: Any = None, *, loss: bool = False) -> Fusion:
 
     These are fused, wherever they stand in a module's code:
 
-    * RMS norms, alone and after a residual sum: :func:`samebits.add_rms_norm`;
+    * RMS norms, alone and after a residual sum: :func:`samebits.add_rms_norm`; those that then take a gate
+      in float32, as in Qwen3-Next: it and :func:`samebits.gated`;
     * rotary positions of queries and keys: :func:`samebits.rotary`; after RMS norms of their heads:
       :func:`samebits.norm_rotary`;
     * activations of gates, and the product with their factors, also of experts: :func:`samebits.gated`;
@@ -173,12 +174,13 @@ class _Fuser:
 
     def norms(self) -> None:
         for name, module in self.modules:
-            form, why = self.forms.norm(module)
-            if form is not None and form.fused is not None:
-                self.swap(module, form.fused)
-                self.has(name, module, NORM, [kind[1] for kind in form.proven])
-            elif why or form is not None:
-                self.lacks(name, module, NORM, why)
+            forms: dict[str, Any] = {NORM: self.forms.norm, GATED_NORM: self.forms.gated_norm}
+            for what, (form, why) in [(what, find(module)) for what, find in forms.items()]:
+                if form is not None and form.fused is not None:
+                    self.swap(module, form.fused)
+                    self.has(name, module, what, [kind[1] for kind in form.proven])
+                elif why or form is not None:
+                    self.lacks(name, module, what, why)
 
     def gates_of_experts(self) -> None:
         for name, module in self.modules:
@@ -197,7 +199,7 @@ class _Fuser:
         groups: dict[Any, _Group] = {}
         for name, module in reversed(self.modules):
             found = plan(type(module).forward, module, self.forms)
-            if found is None:
+            if found is None or self.forms.gated_norm(module)[0] is not None:  # its gate is in it
                 continue
             for what, why in found.left:
                 self.lacks(name, module, what, why)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from samebits.fusion.forms import (
     Gate,
+    GatedNorm,
     GateOfExperts,
     Kind,
     Norm,
@@ -178,6 +179,45 @@ def _prove_gate(act: Callable[..., Any], device: torch.device) -> tuple[Gate | N
         if _exactly(proven) and len(proven) > (len(best.proven) if best else 0):
             best = Gate(kind, activation, tuple(proven))
     return best, why
+
+
+def _prove_gated_norm(form: GatedNorm, module: nn.Module, device: torch.device) -> tuple[GatedNorm, str]:
+    """The form with what is proven of it, and why no more is."""
+    weight = form.of._weight(module)
+    size = 64 if weight is None else len(weight)
+    own, proven, why = form.kind.forward, [], ""
+
+    def compared(dtype: torch.dtype, again: bool, backward: bool = True) -> str:
+        """What differs, with rows and gates that are used again, or are not."""
+        trial = replace(form, proven=((device.type, dtype),)).norm()
+        given = {name: rows((2, 33, size), dtype, device, i) for i, name in enumerate(("x", "gate"), 7)}
+        if weight is not None:
+            given["weight"] = weights(weight.detach().to(device), dtype, 3)
+
+        def run(f: Any, t: dict[str, Tensor]) -> Any:
+            x, gate = t["x"].clone(), t["gate"].clone()
+            y = _with(module, form.of.weight, t.get("weight"), lambda m: f(m, x, gate))
+            return (y, x * 1.0, gate * 1.0) if again else y
+
+        try:
+            compare(partial(run, own), partial(run, trial), given, backward)
+        except DiffersError as error:
+            return f"in {name_of(dtype)}, {error}"
+        return ""
+
+    if compared(torch.bfloat16, again=False, backward=False):  # it is none
+        return form, ""
+    if why := compared(torch.float32, again=False):
+        return form, why
+    for dtype in DTYPES:
+        said = compared(dtype, again=True)
+        if not said:
+            proven.append((device.type, dtype))
+        why = said or why
+    form = replace(form, proven=tuple(proven))
+    if proven:
+        form = replace(form, fused=subclass(form.kind, "forward", form.norm()))
+    return form, why
 
 
 def _prove_gate_of_experts(module: Any, device: torch.device) -> tuple[GateOfExperts | None, str]:
@@ -349,7 +389,7 @@ def _on(form: Any, device: str) -> Any:
     if moved(form, device) == form:
         return form
     form = moved(form, device)
-    if isinstance(form, Norm) and form.fused is not None:
+    if isinstance(form, Norm | GatedNorm) and form.fused is not None:
         form = replace(form, fused=subclass(form.kind, "forward", form.norm()))
     return form
 
@@ -394,6 +434,24 @@ class Forms:
             elif best is None and "gradient" in said:  # of results that are the same
                 why = said
         return best, why
+
+    def gated_norm(self, module: nn.Module) -> tuple[GatedNorm | None, str]:
+        """The same, of a norm of its first argument that takes a gate."""
+        return self._found(("gated norm", _traits(module)), lambda: self._gated_norm(module))
+
+    def _gated_norm(self, module: nn.Module) -> tuple[GatedNorm | None, str]:
+        texts = tuple((n, v) for n, v in vars(module).items() if isinstance(v, str))
+        why = ""
+        try:
+            takes = len(inspect.signature(type(module).forward).parameters)  # with self
+            for norm, activation in product(_norms_like(module) if takes == 3 else (), POINTWISE):
+                form, said = _prove_gated_norm(GatedNorm(norm, activation, texts), module, self.device)
+                if form.proven:
+                    return form, said
+                why = said or why
+        except Exception:  # it is no function of two tensors
+            return None, ""
+        return None, why
 
     def gate(self, act: Any) -> tuple[Gate | None, str]:
         traits = _traits(act) if isinstance(act, nn.Module) else act

@@ -21,8 +21,8 @@ class Fused:
 
     Attributes:
         kind: the class.
-        what: ``"RMS norm"``, ``"residual sum and RMS norm"``, ``"gated activation"``, ``"rotary positions"``,
-            ``"RMS norms of heads and rotary positions"``, ``"loss from logits"``, or
+        what: ``"RMS norm"``, ``"gated RMS norm"``, ``"residual sum and RMS norm"``, ``"gated activation"``,
+            ``"rotary positions"``, ``"RMS norms of heads and rotary positions"``, ``"loss from logits"``, or
             ``"loss from hidden states"``.
         names: the modules' names.
         dtypes: those in which it is proven to have the bits of the modules' own code.

@@ -10,12 +10,14 @@ from benchmarks.fusion import measure
 from benchmarks.zoo.build import names
 
 NORM, SUM, GATE, ROTARY = "RMS norm", "residual sum and RMS norm", "gated activation", "rotary positions"
+GATED_NORM = "gated RMS norm"
 LOSS, OF_LOGITS = "loss from hidden states", "loss from logits"
 HEADS = "RMS norms of heads and rotary positions"
 FAMILIES = {
     "llama": {NORM, SUM, GATE, ROTARY, LOSS, OF_LOGITS},
     "gemma2": {NORM, SUM, GATE, ROTARY, OF_LOGITS},  # its logits are capped
     "qwen3_moe": {NORM, SUM, GATE, ROTARY, HEADS, LOSS, OF_LOGITS},
+    "qwen3_next": {NORM, GATED_NORM, SUM, GATE, ROTARY, HEADS, LOSS, OF_LOGITS},
     "gemma3_text": {NORM, SUM, GATE, ROTARY, LOSS, OF_LOGITS},  # norms of heads after they are transposed
     "olmo2": {NORM, GATE, ROTARY, LOSS, OF_LOGITS},  # norms before sums
     "glm": {NORM, SUM, GATE, ROTARY, LOSS, OF_LOGITS},  # pairs, of a part of a head

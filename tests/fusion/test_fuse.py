@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 import samebits
 from samebits.fusion import fuse_parts, loss, proofs
 from samebits.mode import batch_invariant
-from samebits.testing import assert_same_bits
+from samebits.testing import assert_same_bits, values
 from tests.fusion.support import assert_same, ids, llama, step
 
 forms: Any = importlib.import_module("samebits.fusion.forms")  # with what it imports
@@ -323,6 +323,119 @@ def test_a_wrong_operator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     proofs.known.clear()
     monkeypatch.setattr(forms, "gated", own)
     assert "gated activation" in kinds(samebits.fuse(Layer().bfloat16(), given))
+
+
+GATED_NORMS = {
+    "qwen3_next": "Qwen3NextRMSNormGated",
+    "qwen3_5": "Qwen3_5RMSNormGated",
+    "olmo_hybrid": "OlmoHybridRMSNormGated",
+}
+
+
+def gated_norm(of: str = "qwen3_next", dtype: torch.dtype = torch.bfloat16) -> Any:
+    source = pytest.importorskip(f"transformers.models.{of}.modeling_{of}")
+    norm = getattr(source, GATED_NORMS[of])(48, eps=1e-5).to(dtype)
+    nn.init.normal_(norm.weight, 1.0, 0.3)
+    return norm
+
+
+def gates(dtype: torch.dtype, kind: str = "normal") -> list[Tensor]:
+    """Heads' rows, their gates, and the gradient of what a norm makes of them."""
+    return [values(kind, (2, 7, 48), dtype, seed) for seed in range(3)]
+
+
+def run_gated(norm: Any, x: Tensor, gate: Tensor, grad: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_(), gate.clone().requires_grad_(), norm.weight]
+    with batch_invariant("error"):
+        y = norm(leaves[0], leaves[1])
+        return [y, *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+
+@pytest.mark.parametrize("of", GATED_NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gated_norms(of: str, dtype: torch.dtype, calls: Counter[str]) -> None:
+    """Two operators in 16 bits. In float32 the own code runs, as that of a norm does."""
+    norm = gated_norm(of, dtype)
+    own = type(norm)
+    given = [gates(dtype, kind) for kind in ("normal", "tiny")] + [[8 * t for t in gates(dtype)]]
+    given[0][0][0], given[0][1][0, :3], given[0][2][1] = 0.0, -0.0, 0.0
+    expected = [run_gated(norm, *tensors) for tensors in given]
+    fusion = samebits.fuse(norm)
+    assert kinds(fusion) == {"gated RMS norm": 1}
+    assert fusion.fused[0].dtypes == (torch.bfloat16, torch.float16)
+    assert not fusion.left
+    calls.clear()
+    for tensors, wanted in zip(given, expected, strict=True):
+        for found, want in zip(run_gated(norm, *tensors), wanted, strict=True):
+            assert_same_bits(found, want)
+    assert calls == ({} if dtype == torch.float32 else {"add_rms_norm": 3, "gated": 3})
+    with torch.no_grad():
+        norm(*given[0][:2])
+        assert calls["gated"] == (0 if dtype == torch.float32 else 3), "not in the mode"
+    fusion.undo()
+    assert type(norm) is own
+
+
+def test_a_gated_norm_of_other_operands_runs_its_own_code(calls: Counter[str]) -> None:
+    norm, (x, gate, grad) = gated_norm(), gates(torch.bfloat16)
+    wide, of_gelu, another = copy.deepcopy(norm).float(), copy.deepcopy(norm), copy.deepcopy(norm)
+    of_gelu.activation = "gelu"
+    cases = [
+        (norm, x, gate.float()),  # whose gate has another dtype
+        (norm, x, gate[:, :1]),  # or shape
+        (norm, x.float(), gate),
+        (wide, x, gate),  # whose weight has another dtype
+        (another, x, gate),  # that gets another activation
+    ]
+    others = [*cases[:-1], (of_gelu, x, gate)]
+    expected = [run_gated(*case, grad) for case in others]
+    samebits.fuse(nn.ModuleList([norm, wide, another]))
+    another.activation = "gelu"
+    calls.clear()
+    for case, wanted in zip(cases, expected, strict=True):
+        for found, want in zip(run_gated(*case, grad), wanted, strict=True):
+            assert_same_bits(found, want)
+    assert not calls
+    run_gated(norm, x, gate, grad)
+    assert calls == {"add_rms_norm": 1, "gated": 1}
+
+
+def test_gated_norms_of_other_activations_and_orders(calls: Counter[str]) -> None:
+    """An activation that `gated` has is recognised. A gate before the norm is not."""
+    norm, tensors = gated_norm(), gates(torch.bfloat16)
+    norm.activation = "sigmoid"
+    expected = run_gated(norm, *tensors)
+    assert kinds(samebits.fuse(norm)) == {"gated RMS norm": 1}
+    calls.clear()
+    for found, want in zip(run_gated(norm, *tensors), expected, strict=True):
+        assert_same_bits(found, want)
+    assert calls == {"add_rms_norm": 1, "gated": 1}
+    source = pytest.importorskip("transformers.models.zamba2.modeling_zamba2")
+    other = source.Zamba2RMSNormGated(48, 48).bfloat16()
+    assert "gated RMS norm" not in kinds(samebits.fuse(other))
+
+
+def test_a_wrong_gated_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = forms.gated
+    monkeypatch.setattr(proofs, "known", {})
+    monkeypatch.setattr(forms, "gated", lambda *a, **k: own(*a, **k) * 1.0078125)
+    assert "gated RMS norm" not in kinds(samebits.fuse(gated_norm()))
+    proofs.known.clear()
+    monkeypatch.setattr(forms, "gated", lambda *a, rounding, **k: own(*a, **k))  # rounded twice
+    assert "gated RMS norm" not in kinds(samebits.fuse(gated_norm()))
+
+
+def test_a_compiled_gated_norm_is_fused(calls: Counter[str]) -> None:
+    norm, tensors = gated_norm(), gates(torch.bfloat16)
+    expected = run_gated(norm, *tensors)
+    samebits.fuse(norm)
+    with batch_invariant("error"):
+        run = torch.compile(norm, backend="aot_eager", fullgraph=True)
+        leaves = [t.clone().requires_grad_() for t in tensors[:2]]
+        y = run(*leaves)
+        found = [y, *torch.autograd.grad(y, [*leaves, norm.weight], tensors[2])]
+    for t, want in zip(found, expected, strict=True):
+        assert_same_bits(t, want)
 
 
 def test_what_was_not_called_is_left() -> None:
