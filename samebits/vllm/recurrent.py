@@ -31,6 +31,7 @@ from samebits.engines.hooks import Hooks
 from samebits.engines.recurrent import Packing, Step, convolved, gone_on
 from samebits.ops.add_rms_norm import add_rms_norm
 from samebits.ops.delta_rule import gated_delta_rule
+from samebits.ops.gated import gated
 from samebits.ops.ssd import ssd
 
 __all__ = ["LAYERS", "install", "set_layers", "steps"]
@@ -218,8 +219,7 @@ def _scanned(self: Any, step: Step, x: Tensor, dt: Tensor) -> Tensor:
 
 def _norm_of_groups(self: Any, group: int, x: Tensor, gate: Tensor) -> Tensor:
     """An RMS norm of each group of a gated row, in float32 but for the weight."""
-    gated = x.to(torch.float32) * F.silu(gate.to(torch.float32))
-    rows = gated.unflatten(-1, (-1, group))
+    rows = (x.to(torch.float32) * F.silu(gate.to(torch.float32))).unflatten(-1, (-1, group))
     found: Any = add_rms_norm(rows, None, None, self.variance_epsilon)
     return self.weight * found.flatten(-2).to(x.dtype)  # type: ignore[no-any-return]
 
@@ -262,8 +262,7 @@ def _decayed(self: Any, step: Step, x: Tensor, g: Tensor, beta: Tensor) -> Tenso
 
 def _gated_norm(self: Any, x: Tensor, gate: Tensor) -> Tensor:
     """An RMS norm of each head's row, and then its gate."""
-    found: Any = add_rms_norm(x, None, self.weight.data, self.eps)
-    return (found * F.silu(gate.to(torch.float32))).to(x.dtype)  # type: ignore[no-any-return]
+    return gated(gate, add_rms_norm(x, None, self.weight.data, self.eps), rounding="once")
 
 
 LAYERS: dict[type[MambaBase], Any] = {MambaMixer2: _set_mamba2, QwenGatedDeltaNetAttention: _set_delta}
