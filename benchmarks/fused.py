@@ -85,6 +85,18 @@ def _heads(n: int) -> list[Tensor]:
     return [q, k, *torch.randn(2, HEAD, device=DEVICE, dtype=BF16), *_matrices(HEAD, HEAD)]
 
 
+def _gated_heads(n: int) -> list[Tensor]:
+    """Heads' rows, their gates, and the weight of their norm."""
+    return [
+        *(t.unflatten(-1, (-1, HEAD)) for t in _matrices(n, n)),
+        torch.randn(HEAD, device=DEVICE, dtype=BF16),
+    ]
+
+
+def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return samebits.gated(gate, samebits.add_rms_norm(x, None, weight, EPS), rounding="once")
+
+
 def _apart(q: Tensor, k: Tensor, w: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return turned(norm(q, w), norm(k, v), cos, sin)
 
@@ -105,6 +117,14 @@ LAYERS = {
         theirs=lambda gate, up: F.silu(gate) * up,
         forward=3,
         backward=5,
+    ),
+    "gated norm": Layer(  # of Qwen3-Next
+        operands=_gated_heads,
+        leaves=3,
+        ours=_gated_norm,
+        theirs=lambda x, gate, weight: (norm(x, weight) * F.silu(gate.to(torch.float32))).to(x.dtype),
+        forward=5,
+        backward=8,
     ),
     "gated gpt_oss": Layer(
         operands=lambda n: _matrices(2 * n),

@@ -22,6 +22,7 @@ from samebits.fusion import fuse_parts, loss, proofs
 from samebits.mode import batch_invariant
 from samebits.testing import assert_same_bits, values
 from tests.fusion.support import assert_same, ids, llama, step
+from tests.support.devices import DEVICES
 
 forms: Any = importlib.import_module("samebits.fusion.forms")  # with what it imports
 OPERATORS = ("add_rms_norm", "rotary", "norm_rotary", "gated")
@@ -353,12 +354,14 @@ def run_gated(norm: Any, x: Tensor, gate: Tensor, grad: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("of", GATED_NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_gated_norms(of: str, dtype: torch.dtype, calls: Counter[str]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_gated_norms(of: str, dtype: torch.dtype, device: str, calls: Counter[str]) -> None:
     """Two operators in 16 bits. In float32 the own code runs, as that of a norm does."""
-    norm = gated_norm(of, dtype)
+    norm = gated_norm(of, dtype).to(device)
     own = type(norm)
     given = [gates(dtype, kind) for kind in ("normal", "tiny")] + [[8 * t for t in gates(dtype)]]
     given[0][0][0], given[0][1][0, :3], given[0][2][1] = 0.0, -0.0, 0.0
+    given = [[t.to(device) for t in tensors] for tensors in given]
     expected = [run_gated(norm, *tensors) for tensors in given]
     fusion = samebits.fuse(norm)
     assert kinds(fusion) == {"gated RMS norm": 1}
