@@ -371,6 +371,8 @@ def whole_files() -> Iterator[Kernel]:
         for grad, out, of in ((F16, BF16, F32), (BF16, F16, None), (F32, F32, BF16)):
             for vector in (1, 16 // grad.itemsize):
                 yield columns.kernel_spec(grad, out, of, vector=vector), arch
+                if of is None:
+                    yield columns.few_spec(grad, out, vector), arch
         for grad, out in ((F16, F16), (BF16, BF16), (F32, F32)):
             for vector in (1, 16 // grad.itemsize):
                 for entry in ("embedding_backward", "embedding_many", "embedding_few"):

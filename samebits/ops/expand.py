@@ -64,10 +64,8 @@ def sum_to(grad: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None)
         del summed[-1]
     if summed:
         kept = [d for d in range(grad.ndim) if d not in summed]
-        columns = total.permute(*summed, *kept).reshape(
-            math.prod(grad.shape[d] for d in summed), math.prod(shape)
-        )
-        total = backend(grad).column_sum(columns, dtype)
+        tokens = total.permute(*summed, *kept).flatten(0, len(summed) - 1)
+        total = backend(grad).column_sum(tokens if kept else tokens[:, None], dtype)
     return total.reshape(tuple(shape)).contiguous()
 
 

@@ -128,6 +128,10 @@ class TestNaive:
         row = case(kind, (n,), dtype, device).requires_grad_()
         (db,) = torch.autograd.grad(expand(row, (2, 4, n)), row, grad)
         assert_same_bits(db, rounded(naive_rows.column_sum(flat), dtype), "over tokens")
+        shared = case(kind, (2, 1, n), dtype, device).requires_grad_()
+        (ds,) = torch.autograd.grad(expand(shared, (2, 4, n)), shared, grad)
+        want = [naive_rows.column_sum(flat[i : i + 4]) for i in (0, 4)]
+        assert_same_bits(ds[:, 0], rounded(want, dtype), "over heads of a group")
         if n == 1:
             return  # nothing is broadcast
         column = case(kind, (2, 4, 1), dtype, device).requires_grad_()
@@ -275,6 +279,17 @@ def test_sums_over_tokens_by_blocks_of_any_number_of_columns(dtype: torch.dtype,
         ):
             assert_same_bits(got.cpu(), want)
     assert_same_bits(sum(grad.cuda(), 0).cpu(), sum(grad, 0))
+
+
+@pytest.mark.gpu
+@in_dtypes
+@pytest.mark.parametrize("tokens", [1, 2, 8, 32, 33])
+def test_sums_over_few_tokens(dtype: torch.dtype, tokens: int) -> None:
+    """As of heads that were repeated: where they lie, they are not side by side."""
+    whole = case("special", (700, tokens, 136), dtype, "cpu", tokens)
+    for x in (whole, whole[:, :, 3:], whole[..., ::2], whole[:1, :, :5]):
+        shape = len(x), 1, x.shape[2]
+        assert_same_bits(OPS.sum_to(x.cuda(), shape).cpu(), OPS.sum_to(x, shape))
 
 
 @pytest.mark.gpu

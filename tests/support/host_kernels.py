@@ -15,6 +15,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,39 +111,32 @@ def _compiled(spec: compiler.KernelSpec) -> Path:
     return to
 
 
+_LOADERS = {
+    "_kernel": "kernel_spec",
+    "_few_kernel": "few_spec",
+    "_gradients_kernel": "gradients_spec",
+    "_sorter": "sort_spec",
+    "_step_kernel": "step_spec",
+    "_sums_kernel": "sums_spec",
+}
+"""What loads kernels in modules of the CUDA backend, and the specs that they load."""
+
+
 def use(monkeypatch: pytest.MonkeyPatch, host: ModuleType) -> None:
     """Let functions of `host` take CPU tensors. What they allocate starts as NaN."""
 
-    def kernel(_: int, *args: Any, **options: Any) -> HostKernel:
-        return HostKernel(host.kernel_spec(*args, **options))
-
-    def step(_: int, *args: Any, **options: Any) -> HostKernel:
-        return HostKernel(host.step_spec(*args, **options))
-
-    def of_gradients(_: int, *args: Any, **options: Any) -> HostKernel:
-        return HostKernel(host.gradients_spec(*args, **options))
-
-    def sums(_: int, *args: Any, **options: Any) -> HostKernel:
-        return HostKernel(host.sums_spec(*args, **options))
+    def loader(spec: Callable[..., Any]) -> Callable[..., HostKernel]:
+        return lambda _, *args, **options: HostKernel(spec(*args, **options))
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype)
 
-    def sort(_: int, *args: Any) -> HostKernel:
-        return HostKernel(host.sort_spec(*args))
-
     def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
 
-    monkeypatch.setattr(host, "_kernel", kernel)
-    if hasattr(host, "_gradients_kernel"):
-        monkeypatch.setattr(host, "_gradients_kernel", of_gradients)
-    if hasattr(host, "_sums_kernel"):
-        monkeypatch.setattr(host, "_sums_kernel", sums)
-    if hasattr(host, "_step_kernel"):
-        monkeypatch.setattr(host, "_step_kernel", step)
-    if hasattr(host, "_sorter"):
-        monkeypatch.setattr(host, "_sorter", sort)
+    for name, spec in _LOADERS.items():
+        if hasattr(host, name):
+            monkeypatch.setattr(host, name, loader(getattr(host, spec)))
     monkeypatch.setattr(runtime, "empty", empty)
     monkeypatch.setattr(runtime, "zeros", zeros)
     monkeypatch.setattr(runtime, "beyond_l2", lambda made: made.nbytes > 4096)

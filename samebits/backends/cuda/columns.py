@@ -1,4 +1,4 @@
-"""Sums over tokens, for every column, on CUDA tensors: ``kernels/columns.cu``."""
+"""Sums over tokens, for every column, on CUDA tensors: ``kernels/columns{,_few}.cu``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.operands import TYPES, address, with_rows
 
 _FEW = 6144  # columns with which shared memory has room to copy further ahead
+FEW_TOKENS = 32
+"""Up to which :func:`few_sums` takes them."""
+_THREADS = 256  # of its blocks
 _ALONE = 160 << 10  # bytes of shared memory of a block that has a multiprocessor to itself
 
 
@@ -80,3 +83,52 @@ def _shape_of_block(n: int, most: int, device: int) -> tuple[int, int]:
             if columns <= most and -(-n // columns) <= info.sm_count:
                 return columns, 64
     return most, 32
+
+
+def few_spec(
+    grad: torch.dtype, out: torch.dtype, vector: int, *, programmatic: bool = False
+) -> compiler.KernelSpec:
+    """The kernel of columns_few.cu."""
+    constants = ("GRAD", TYPES[grad]), ("OUT", TYPES[out]), ("VECTOR", vector)
+    of = "columns_few.cu", "few_column_sums", "PPqqqii", constants
+    return compiler.KernelSpec(*of, block=_THREADS, programmatic=programmatic)
+
+
+_few_kernel = runtime.loader(few_spec)
+
+
+def few_sums(grad: Tensor, out: Tensor) -> None:
+    """Sums over the first dimension of `grad`, of few tokens, into `out`, contiguous."""
+    if out.numel() == 0:
+        return
+    runs = _runs(grad)
+    if runs is None:
+        grad = grad.contiguous()
+        runs = 0, out.numel()
+    step, size = runs
+    token, tokens, item = grad.stride(0), grad.shape[0], grad.itemsize
+    low = grad.data_ptr() | out.data_ptr() | (step | token | size) * item
+    vector = 1 if low & 15 else 16 // item
+    count = out.numel() // vector
+    _few_kernel(grad.get_device(), grad.dtype, out.dtype, vector).launch(
+        (-(-count // _THREADS), 1, 1),
+        *(grad.data_ptr(), out.data_ptr(), token, step, count, size // vector, tokens),
+    )
+
+
+def _runs(grad: Tensor) -> tuple[int, int] | None:
+    """From one run of a token's entries to the next, and a run's size. None: they lie in another way."""
+    step, size = 0, 1  # of what is one run so far
+    outer = 0  # entries of the dimensions outside of it
+    for n, stride in zip(reversed(grad.shape[1:]), reversed(grad.stride()[1:]), strict=True):
+        if n == 1:
+            continue
+        if not outer and stride == size:
+            size *= n
+        elif not outer:
+            step, outer = stride, n
+        elif stride == step * outer:
+            outer *= n
+        else:
+            return None
+    return step, size

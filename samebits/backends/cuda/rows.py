@@ -415,9 +415,12 @@ def norm_gradients(
 
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums in `dtype` of the columns of ``x[tokens, n]``: chains over tokens."""
+    """Sums in `dtype` over the first dimension of ``x[tokens, ...]``: chains over tokens."""
     out = runtime.empty(x.shape[1:], dtype, x.get_device())
-    columns.sums(x, out)
+    if x.shape[0] <= columns.FEW_TOKENS:
+        columns.few_sums(x, out)
+    else:
+        columns.sums(x if x.ndim == 2 else x.flatten(1), out)
     return out
 
 

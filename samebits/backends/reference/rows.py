@@ -101,10 +101,11 @@ def norm_gradients(
 
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums in `dtype` of the columns of ``x[tokens, n]``: chains over tokens."""
-    wide, out = _wide(x), _f32(1, x.shape[1])
+    """Sums in `dtype` over the first dimension of ``x[tokens, ...]``: chains over tokens."""
+    wide = _wide(x).flatten(1)
+    out = _f32(1, wide.shape[1])
     over_rows(wide.T, lambda *span: kernels.column_sum(wide.numpy(), out[0].numpy(), *span))
-    return rounded(out, dtype)[0]
+    return rounded(out, dtype)[0].view(x.shape[1:])
 
 
 def slot_sum(x: Tensor) -> Tensor:

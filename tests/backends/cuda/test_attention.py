@@ -86,7 +86,7 @@ def test_every_launch_adds_up(launches: list[str], of: AttentionVariant) -> None
             if way.schedule in tried:
                 schedules[True].add(s)
     assert schedules[True] == schedules[False]
-    assert all(Path(name).stem.startswith("attention") or name == "columns.cu" for name in launches)
+    assert all(Path(name).stem.startswith("attention") or name.startswith("columns") for name in launches)
     assert {"attention.cu"} <= set(launches)
 
 

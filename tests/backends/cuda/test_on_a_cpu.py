@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.attention import Attention
-from samebits.backends.cuda import devices, embeddings, gated, matmul, norm_rotary, runtime
+from samebits.backends.cuda import columns, devices, embeddings, gated, matmul, norm_rotary, runtime
 from samebits.backends.cuda.attention import mask, universal_backward
 from samebits.backends.reference import fused as reference
 from samebits.backends.reference import rows as reference_rows
@@ -76,6 +77,30 @@ def test_gated(monkeypatch: pytest.MonkeyPatch, activation: str, dtype: torch.dt
                 want = reference.gated(packed, None, activation, limit, 1.702, once, False)
                 gated.gated_into(mine, packed[:, n:], mine, activation, limit, 1.702, once)
                 assert_same_bits(mine, want)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x.flatten(1),
+    "heads of a group": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "turned": lambda x: x.mT.contiguous().mT,
+    "in three runs": lambda x: x.unflatten(1, (6, 4)).transpose(1, 2),
+    "expanded": lambda x: x[:, :1].expand(x.shape),
+    "between others": lambda x: torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "out"), [(BF16, BF16), (BF16, F32), (F16, F16), (F32, BF16), (F32, F32)])
+def test_sums_over_few_tokens(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, out: torch.dtype, layout: str
+) -> None:
+    host_kernels.use(monkeypatch, columns)
+    for tokens, kind, size in ((1, "special", 64), (2, "wide", 40), (9, "normal", 37), (32, "special", 8)):
+        x = LAYOUTS[layout](values(kind, (tokens, 6, 4, size), dtype, tokens).flatten(1, 2))
+        found = torch.full(x.shape[1:], torch.nan, dtype=out)
+        columns.few_sums(x, found)
+        assert_same_bits(found, reference_rows.column_sum(x, out), f"{tokens} tokens")
 
 
 @pytest.mark.parametrize(
