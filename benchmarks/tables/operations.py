@@ -182,7 +182,7 @@ def gpu_hybrids(data: dict[str, Any]) -> str:
     ]
     of = [
         [
-            *(case["model"], hybrids.SAID[case["form"]], case["rows"]),
+            *(with_commit(case["model"], case), hybrids.SAID[case["form"]], case["rows"]),
             f"{case['differ']:,} of {case['tokens']:,}",
             *(f"{case[name]:.2g}" for name in ("largest", "kl")),
         ]
