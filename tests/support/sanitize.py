@@ -305,6 +305,7 @@ ATTENTION = (
         for of in VARIANTS
         if of.mask is not None
     ),
+    AttentionCase(VARIANTS[8], "packed", True, (70, 5), (130, 9), 1, 2, (-1, 0), "last", softcap=2.0),
     AttentionCase(VARIANTS[9], "batch", False, (20,), (530,), 1, 1),
     AttentionCase(VARIANTS[11], "packed", True, (9, 1), (40, 129), 2, 1, (-1, 0), "last"),
     AttentionCase(VARIANTS[14], "packed", True, (17, 2), (17, 1030), 1, 3, (-1, 0), "last", sinks=True),
