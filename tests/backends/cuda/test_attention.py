@@ -18,7 +18,7 @@ from samebits.backends import UnavailableError
 from samebits.backends.attention import Attention
 from samebits.backends.cuda import attention as on_cuda
 from samebits.backends.cuda import compiler, devices, matmul, runtime
-from samebits.backends.cuda.attention import catalogue, universal, universal_backward
+from samebits.backends.cuda.attention import backward_sm90, catalogue, universal, universal_backward
 from samebits.contract import AMPERE, HOPPER
 from samebits.testing import assert_same_bits
 from samebits.tools.verify import attention as cases
@@ -88,6 +88,20 @@ def test_every_launch_adds_up(launches: list[str], of: AttentionVariant) -> None
     assert schedules[True] == schedules[False]
     assert all(Path(name).stem.startswith("attention") or name.startswith("columns") for name in launches)
     assert {"attention.cu"} <= set(launches)
+
+
+@pytest.mark.parametrize("size", [64, 128, 136, 192, 256])
+def test_gradients_are_launched_in_the_order_in_which_they_wait(launches: list[Any], size: int) -> None:
+    """First what waits for D. The others wait for the end of that before them, by one block."""
+    x = call(300, 300, size=size)
+    lse = torch.empty(x.lse_shape)
+    backward_sm90.backward(x, torch.empty(x.q.shape, dtype=BF16), torch.empty(x.q.shape, dtype=BF16), lse)
+    assert launches[0] == "attention_dots.cu"
+    found = [dict(launch.spec.constants)["GRADS"] for launch in launches[1:]]
+    assert found == ([3, 4] if size <= 128 else [1, 2, 4])
+    assert all(launch.spec.programmatic for launch in launches)
+    static = 3 * 8
+    assert all(launch.spec.smem + static <= GPUS["sm_90a"] for launch in launches)
 
 
 @pytest.mark.long

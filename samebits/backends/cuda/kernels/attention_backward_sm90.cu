@@ -48,9 +48,11 @@ constexpr u32 CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
 constexpr u32 CLEARED = 1;  // named barriers, one for each warpgroup; 0 is __syncthreads
 constexpr bool OF_KEYS = GRADS < 4;
 constexpr bool OF_HEADS = GRADS != 2, OF_VALUES = OF_KEYS && GRADS >= 2;  // whether it is dK or dQ, and dV
+constexpr bool COMES_FIRST = GRADS & 1;  // of the kernels that are launched: it alone waits for D
 
-// What a block keeps: k and v, or q and g; and what passes by, the other two. dV needs no v. A row that passes by is a row of
-// n for scores and their gradients, and of k for what they are summed up to: the same bytes in memory.
+// What a block keeps: k and v, or q and g; and what passes by, the other two. dV needs no v. A row that passes
+// by is a row of n for scores and their gradients, and of k for what they are summed up to: the same bytes in
+// memory.
 using OwnHead = Tile<false, false, ROWS, HEAD, 1>;
 using OwnValues = Tile<false, false, ROWS, VALUES, 1>;
 using StepHead = Tile<false, false, STEP, HEAD, 1>;
@@ -89,6 +91,9 @@ struct SharedStorage {
         own = empty + STAGES * 8;
     }
 };
+
+// A log-sum-exp, or D. A kernel that has not waited for those before it reads from the L2 cache.
+__device__ __forceinline__ float of_query(const float* at) { return COMES_FIRST ? *at : __ldcg(at); }
 
 // A tile of a block, and the steps that it takes. All lanes of a warp make it together.
 struct Work {
@@ -174,9 +179,9 @@ __device__ __forceinline__ void producer(const SharedStorage& shared, const Para
                     const i64 at = s.batch_of_q * p.lse_batch + head * p.lse_head + s.first_query;
                     const int query = row + 2 * i;
                     if (query >= 0 && query < s.queries)
-                        two.x = p.lse2[at + query], two.y = p.dots[at + query];
+                        two.x = of_query(p.lse2 + at + query), two.y = of_query(p.dots + at + query);
                     if (query >= -1 && query + 1 < s.queries)
-                        two.z = p.lse2[at + query + 1], two.w = p.dots[at + query + 1];
+                        two.z = of_query(p.lse2 + at + query + 1), two.w = of_query(p.dots + at + query + 1);
                     shared.rows[ring.stage * (STEP / 2) + i] = two;
                 }
                 warp_arrive(full);
@@ -339,7 +344,7 @@ struct Consumer {
             for (int h = 0; h < 2; ++h) {
                 const i64 at = s.batch_of_q * p.lse_batch + work.head * p.lse_head + s.first_query +
                                min(row(h), s.queries - 1);
-                lse2[h] = __ldcg(p.lse2 + at), dots[h] = __ldcg(p.dots + at);
+                lse2[h] = of_query(p.lse2 + at), dots[h] = of_query(p.dots + at);
             }
         }
         find_columns();
@@ -435,11 +440,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         mbarrier_init_fence();
     }
     __syncthreads();
-    // Only the first kernel waits for D. The others need nothing of those before them, and take the room that their
-    // last blocks leave. One block waits for the end of both, for what comes behind.
-    constexpr bool FIRST = GRADS & 1;
-    const bool waits = !FIRST && blockIdx.x == gridDim.x - 1;
-    if (FIRST) griddepcontrol_wait();
+    // Only the first kernel waits for D. The others need nothing of those between, and take the room that their
+    // last blocks leave. One block of each waits for the end of the kernel before, for what comes behind.
+    const bool waits = !COMES_FIRST && blockIdx.x == gridDim.x - 1;
+    if (COMES_FIRST) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const Work work(p);
     if (work.steps == 0) {
