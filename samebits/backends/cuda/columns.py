@@ -90,7 +90,7 @@ def few_spec(
 ) -> compiler.KernelSpec:
     """The kernel of columns_few.cu."""
     constants = ("GRAD", TYPES[grad]), ("OUT", TYPES[out]), ("VECTOR", vector)
-    of = "columns_few.cu", "few_column_sums", "PPqqqii", constants
+    of = "columns_few.cu", "few_column_sums", "PPqqqqq", constants
     return compiler.KernelSpec(*of, block=_THREADS, programmatic=programmatic)
 
 

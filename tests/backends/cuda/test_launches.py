@@ -17,6 +17,7 @@ import samebits
 from samebits.backends.cuda import (
     add_rms_norm,
     causal_conv1d,
+    columns,
     gated,
     grouped,
     linear_logp,
@@ -290,6 +291,14 @@ def test_fused_layers_get_the_addresses_of_what_they_read(launches: list[Any], i
     assert {t.data_ptr() for t in (x, r, w, table, at, packed, *halves, *results)} <= given
     assert [dict(launch.spec.constants)["VECTOR"] for launch in launches] == [8, 8, 8]
     assert dict(launches[2].spec.constants)["FAST_SILU"] == 1
+
+
+def test_sums_over_few_tokens_of_very_many_columns(launches: list[Any]) -> None:
+    n = 2**31 + 1
+    x = torch.empty(2, n, dtype=BF16, device="meta")
+    columns.few_sums(x, torch.empty(n, dtype=BF16, device="meta"))
+    (launch,) = launches
+    assert launch.values[2:] == (n, 0, n, n, 2)
 
 
 def test_gates_that_are_rounded_once(launches: list[Any]) -> None:

@@ -22,8 +22,8 @@ struct Params {
     Out::Stored* out;
     i64 token, run;  // from one to the next
     i64 count;       // threads that have work
-    int of_run;      // of a run
-    int tokens;
+    i64 of_run;      // of a run
+    i64 tokens;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) few_column_sums(const __grid_constant__ Params p) {
@@ -33,18 +33,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_column_sums(const __gr
     if (i >= p.count) return;
     const i64 run = p.count >> 31 ? i / p.of_run : u32(i) / u32(p.of_run);
     const Grad::Stored* from = p.grad + run * p.run + (i - run * p.of_run) * VECTOR;
+    const int tokens = int(p.tokens);
     float sum[VECTOR] = {};
 #pragma unroll 1
-    for (int first = 0; first < p.tokens; first += AHEAD) {
+    for (int first = 0; first < tokens; first += AHEAD) {
         float x[AHEAD][VECTOR];
 #pragma unroll
         for (int t = 0; t < AHEAD; ++t)
-            if (first + t < p.tokens) load_values<Grad>(from + (first + t) * p.token, x[t]);
+            if (first + t < tokens) load_values<Grad>(from + (first + t) * p.token, x[t]);
 #pragma unroll
         for (int t = 0; t < AHEAD; ++t)
 #pragma unroll
             for (int j = 0; j < VECTOR; ++j)
-                if (first + t < p.tokens) sum[j] = __fadd_rn(sum[j], x[t][j]);
+                if (first + t < tokens) sum[j] = __fadd_rn(sum[j], x[t][j]);
     }
     store_values<Out>(p.out + i * VECTOR, sum);
 }
