@@ -235,14 +235,14 @@ class GatedNorm:
     Attributes:
         of: the norm, whose class is the module's.
         activation: as :func:`samebits.gated` calls it.
-        texts: attributes that are text, and what they say: by one of them code may find its activation.
+        options: attributes on which code may depend, such as its activation, and what they were.
         fused: the class of modules that are fused; None before it is made.
         proven: device, and dtype of rows, weight and gate.
     """
 
     of: Norm
     activation: Any
-    texts: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, Any], ...]
     fused: type[nn.Module] | None = None
     proven: tuple[Kind, ...] = ()
 
@@ -277,7 +277,7 @@ class GatedNorm:
             and gate.device == x.device
             and (weight is None or (plain(weight) and weight.dtype == x.dtype))
             and (x.device.type, x.dtype) in self.proven
-            and all(getattr(module, name) == text for name, text in self.texts)
+            and all(getattr(module, name) == value for name, value in self.options)
         )
 
 

@@ -174,12 +174,14 @@ class _Fuser:
 
     def norms(self) -> None:
         for name, module in self.modules:
-            forms: dict[str, Any] = {NORM: self.forms.norm, GATED_NORM: self.forms.gated_norm}
-            for what, (form, why) in [(what, find(module)) for what, find in forms.items()]:
+            forms: dict[str, Any] = {GATED_NORM: self.forms.gated_norm, NORM: self.forms.norm}
+            for what, find in forms.items():
+                form, why = find(module)
                 if form is not None and form.fused is not None:
                     self.swap(module, form.fused)
                     self.has(name, module, what, [kind[1] for kind in form.proven])
-                elif why or form is not None:
+                    break  # a module has one class; without a gate it runs its own code
+                if why or form is not None:
                     self.lacks(name, module, what, why)
 
     def gates_of_experts(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -373,13 +374,18 @@ known: dict[Any, tuple[Any, str]] = {}
 def _traits(module: nn.Module) -> Any:
     """What a module's code may depend on: its class, shapes of its parameters, and its other attributes."""
     shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+    others = _others(module)
+    _kept.extend(v for v in others.values() if not isinstance(v, _PLAIN))  # so that no other has its id
+    return type(module), shapes, tuple((n, v if isinstance(v, _PLAIN) else id(v)) for n, v in others.items())
+
+
+def _others(module: nn.Module) -> dict[str, Any]:
+    """Attributes of its own, but for the number of its layer."""
     inner = vars(nn.Module()).keys()
-    others = {n: v for n, v in vars(module).items() if n not in inner and n != "layer_idx"}
-    plain = (int, float, bool, str, torch.dtype, type(None))
-    _kept.extend(v for v in others.values() if not isinstance(v, plain))  # so that no other has its id
-    return type(module), shapes, tuple((n, v if isinstance(v, plain) else id(v)) for n, v in others.items())
+    return {n: v for n, v in vars(module).items() if n not in inner and n != "layer_idx"}
 
 
+_PLAIN = (int, float, bool, str, torch.dtype, type(None))
 _kept: list[Any] = []
 
 
@@ -440,12 +446,14 @@ class Forms:
         return self._found(("gated norm", _traits(module)), lambda: self._gated_norm(module))
 
     def _gated_norm(self, module: nn.Module) -> tuple[GatedNorm | None, str]:
-        texts = tuple((n, v) for n, v in vars(module).items() if isinstance(v, str))
+        kinds = (*_PLAIN, FunctionType, BuiltinFunctionType)
+        options = [(n, v) for n, v in _others(module).items() if isinstance(v, kinds)]
         why = ""
         try:
             takes = len(inspect.signature(type(module).forward).parameters)  # with self
             for norm, activation in product(_norms_like(module) if takes == 3 else (), POINTWISE):
-                form, said = _prove_gated_norm(GatedNorm(norm, activation, texts), module, self.device)
+                fixed = tuple(o for o in options if o[0] != norm.eps)
+                form, said = _prove_gated_norm(GatedNorm(norm, activation, fixed), module, self.device)
                 if form.proven:
                     return form, said
                 why = said or why

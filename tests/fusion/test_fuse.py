@@ -418,6 +418,59 @@ def test_gated_norms_of_other_activations_and_orders(calls: Counter[str]) -> Non
     assert "gated RMS norm" not in kinds(samebits.fuse(other))
 
 
+class OwnNorm(nn.Module):
+    """A gated norm that may do without its gate, or all it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 48))
+        self.eps, self.act, self.enabled = 1e-5, F.silu, True
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        if not self.enabled:
+            return x * self.weight
+        wide = x.float()
+        rows = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return rows if gate is None else (rows * self.act(gate.float())).to(x.dtype)
+
+
+def test_a_gated_norm_without_its_gate_runs_its_own_code(calls: Counter[str]) -> None:
+    norm, (x, gate, _) = OwnNorm().bfloat16(), gates(torch.bfloat16)
+    own = type(norm)
+    with batch_invariant("error"):
+        wanted = norm(x), norm(x, None), norm(x, gate)
+        fusion = samebits.fuse(norm)
+        calls.clear()
+        found = norm(x), norm(x, None), norm(x, gate)
+    assert kinds(fusion) == {"gated RMS norm": 1}, "no norm alone, since none is run"
+    assert calls == {"add_rms_norm": 1, "gated": 1}
+    for a, b in zip(found, wanted, strict=True):
+        assert_same_bits(a, b)
+    fusion.undo()
+    assert type(norm) is own
+
+
+@pytest.mark.parametrize(("name", "value"), [("act", F.relu), ("enabled", False), ("eps", 1e-2)])
+def test_a_gated_norm_whose_attributes_change(name: str, value: Any, calls: Counter[str]) -> None:
+    """As its activation may be a function, and not its name. The number is read whenever it runs."""
+    norm, tensors = OwnNorm().bfloat16(), gates(torch.bfloat16)
+    other = copy.deepcopy(norm)
+    setattr(other, name, value)
+    leaves = [t.clone().requires_grad_() for t in tensors[:2]]
+    samebits.fuse(norm)
+    calls.clear()
+    with batch_invariant("error"):
+        run = torch.compile(norm, backend="aot_eager", fullgraph=True)
+        assert_same_bits(run(*leaves), norm(*leaves))
+        assert calls["gated"] > 0
+        setattr(norm, name, value)
+        calls.clear()
+        want = other(*leaves)
+        assert_same_bits(norm(*leaves), want)
+        assert_same_bits(run(*leaves), want)
+    assert (calls["gated"] > 0) == (name == "eps")
+
+
 def test_a_wrong_gated_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     own = forms.gated
     monkeypatch.setattr(proofs, "known", {})
