@@ -455,6 +455,9 @@ def fused_layers() -> Iterator[Kernel]:
     once = ("APART", F16, 8), ("APART", BF16, 8), ("ALTERNATING", BF16, 1)
     for entry, activation, (form, x, vector) in itertools.product(entries, POINTWISE, once):
         yield each(gated.kernel_spec(entry, x, activation, form, vector, once=True))
+    for x, aligned in ((BF16, True), (F16, False), (F32, True)):
+        for entry, size in itertools.product(("l2norm", "l2norm_backward"), (128, 256)):
+            yield each(rows.kernel_spec(entry, x, x, x, rows.choose(entry, 4096, size, x, aligned)))
 
 
 def recurrent_layers() -> Iterator[Kernel]:

@@ -244,14 +244,28 @@ def _normalize_gradient(x: Tensor, grad: Tensor) -> Tensor:
     return rounded(r * (g - y * along), x.dtype)
 
 
+def _normalize_on_gpu(x: Tensor) -> Tensor:
+    found: Tensor = on_gpu("l2norm", Key(""), x.get_device())[0].l2norm(x, EPS)
+    return found
+
+
+def _normalize_gradient_on_gpu(x: Tensor, grad: Tensor) -> Tensor:
+    found: Tensor = on_gpu("l2norm", Key(""), x.get_device())[0].l2norm_backward(x, grad, EPS)
+    return found
+
+
 normalized = Operator(
-    "l2norm(Tensor x) -> Tensor", cpu=_normalize, fake=lambda x: x.new_empty(x.shape, dtype=x.dtype)
+    "l2norm(Tensor x) -> Tensor",
+    cpu=_normalize,
+    cuda=_normalize_on_gpu,
+    fake=lambda x: x.new_empty(x.shape, dtype=x.dtype),
 )
 """Rows ``x / sqrt(sum(x ** 2) + 1e-6)``, rounded once."""
 
 _normalized_gradient = Operator(
     "l2norm_gradient(Tensor x, Tensor grad) -> Tensor",
     cpu=_normalize_gradient,
+    cuda=_normalize_gradient_on_gpu,
     fake=lambda x, _: x.new_empty(x.shape),
 )
 

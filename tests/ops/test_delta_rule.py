@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from samebits.backends.delta import layout
 from samebits.contract import HOPPER
 from samebits.ops import _delta
 from samebits.testing import assert_same_bits
+from tests.support.devices import case
 from tests.support.fake_gpu import fake_gpu
 from tests.support.naive_delta import Naive
 
@@ -273,6 +275,25 @@ def test_keys_and_queries_of_length_1(dtype: torch.dtype) -> None:
     (dq,) = torch.autograd.grad(out.float().sum(), leaves["q"])
     along = (dq.double() * given["q"].double()).sum(-1)
     assert float(along.abs().max()) < (0.05 if dtype == torch.bfloat16 else 1e-5)  # length has no gradient
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 37, 64, 128, 136, 256])
+def test_length_1_on_a_gpu(dtype: torch.dtype, size: int) -> None:
+    """Heads where they lie in a product's result, and in other ways."""
+    whole = case("special", (2, 301, 7, size), dtype, "cpu")
+    grad = case("normal", (2, 301, 4, size), dtype, "cpu", 1)
+    places: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: x[:, :, 2:6],
+        lambda x: x[:, :, :4].transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x[:, :, :1].expand(-1, -1, 4, -1),
+    )
+    for place in places:
+        x, on_gpu = place(whole), place(whole.cuda())
+        assert_same_bits(_delta.normalized(on_gpu).cpu(), _delta.normalized(x))
+        want = _delta._normalized_gradient(x, grad)
+        assert_same_bits(_delta._normalized_gradient(on_gpu, grad.cuda()).cpu(), want)
 
 
 def test_contracts_and_autocast() -> None:

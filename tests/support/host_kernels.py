@@ -37,6 +37,7 @@ _PTX = {
 # Threads of a block share what is static here; and all of shared memory that is dynamic has one name.
 _SHARED = {
     "extern __shared__ __align__(16) unsigned char memory[];": "unsigned char* const memory = bytes;",
+    "    __shared__ alignas(16) ": "    alignas(16) static ",
     "    __shared__ ": "    static ",
 }
 _CXX = shutil.which("c++")
@@ -69,7 +70,8 @@ def _sources() -> Path:
         assert ptx in text, f"convert.cuh has changed: {ptx}"
         text = text.replace(ptx, plain)
     convert.write_text(text)
-    for source in [*to.glob("attention*.cu"), to / "routing.cu", to / "sort_slots.cu"]:
+    shared = "include/row.cuh", "l2norm.cu", "routing.cu", "sort_slots.cu"
+    for source in [*to.glob("attention*.cu"), *(to / name for name in shared)]:
         text = source.read_text()
         for cuda, plain in _SHARED.items():
             text = text.replace(cuda, plain)

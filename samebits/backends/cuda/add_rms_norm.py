@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda import rows, runtime
-from samebits.backends.cuda.operands import address, with_rows
+from samebits.backends.cuda.operands import address, in_lines, with_rows
 
 
 def add_rms_norm(
@@ -49,14 +49,7 @@ def add_rms_norm_into(
     rows_in_all, n = x.numel() // x.shape[-1], x.shape[-1]
     if weight is not None and n > 1 and weight.stride(0) != 1:
         weight = weight.contiguous()
-    given = [None if t is None else _in_lines(t) for t in (x, residual, out, total)]
-    steps = [(0, 0) if t is None else t.stride()[:-1] for t in given]
-    if x.ndim > 2:
-        inner = x.shape[-2]
-        if all(outer == inner * step for outer, step in steps):  # then the rows lie in equal steps
-            inner, steps = 1, [(step, 0) for _, step in steps]
-    else:
-        inner, steps = 1, [(of[0] if of else 0, 0) for of in steps]
+    given, steps, inner = in_lines(x, residual, out, total)
     low = address(weight)
     for t, (outer, step) in zip(given, steps, strict=True):
         low |= 0 if t is None else t.data_ptr() | (outer | step) * t.itemsize
@@ -118,10 +111,3 @@ def add_rms_norm_backward(
         *(terms.data_ptr() if weighted else 0, *steps, count, n, eps, offset, 1 / n, int(once)),
     )
     return out, terms
-
-
-def _in_lines(t: Tensor) -> Tensor:
-    """`t` with rows in at most two dimensions, and contiguous ones: a view if there is one, else a copy."""
-    if t.shape[-1] > 1 and t.stride(-1) != 1:
-        t = t.contiguous()
-    return t if t.ndim < 4 else t.reshape(-1, *t.shape[-2:])

@@ -61,9 +61,15 @@ _PARAMS = {
     "norm_backward": "PPPPPPqqqqqq",
     "add_rms_norm": "PPPPPqqqqqqqqqqqffi",
     "add_rms_norm_backward": "PPPPPPqqqqqfffi",
+    **dict.fromkeys(("l2norm", "l2norm_backward"), "PPPqqqqqqqf"),
 }
-_ELSEWHERE = {name: f"{name}.cu" for name in ("add_rms_norm", "add_rms_norm_backward")}
+_ELSEWHERE = {
+    **{name: f"{name}.cu" for name in ("add_rms_norm", "add_rms_norm_backward")},
+    **dict.fromkeys(("l2norm", "l2norm_backward"), "l2norm.cu"),
+}
 """Kernels that are not in rows.cu."""
+_IN_LANES = "add_rms_norm", "l2norm", "l2norm_backward"
+"""Kernels of which a warp may take several rows at a time."""
 _OF_ROWS = (
     *("row_sum", "softmax", "log_softmax", "softmax_backward", "log_softmax_backward"),
     *("rms_norm", "layer_norm", "norm_backward"),
@@ -87,7 +93,7 @@ class RowSchedule(NamedTuple):
     fetched: int = 0
     """1: rows of later blocks are asked for into the L2 cache."""
     lanes: int = 0
-    """Of `add_rms_norm` alone: lanes that share an aligned row of up to 256 entries. 0: whole warps do."""
+    """Of `_IN_LANES` alone: lanes that share an aligned row of up to 256 entries. 0: whole warps do."""
 
 
 def choose(
@@ -111,7 +117,7 @@ def choose(
     blocks = {2: 4, 4: 3}.get(held * dtype.itemsize, 2)
     if narrow and (vector > 1 or entry == "softmax"):  # the others' registers spill if rows are not aligned
         blocks += (entry, held) in _SMALL or (fetched and held == 1)
-    if entry == "add_rms_norm" and vector > 1 and n <= 2 * VOCAB_BLOCK:
+    if entry in _IN_LANES and vector > 1 and n <= 2 * VOCAB_BLOCK:
         return RowSchedule(1, 1, vector, blocks=4, lanes=8 if n <= VOCAB_BLOCK else 16)
     if entry in _ELSEWHERE and (vector == 1 or entry.endswith("backward")):  # of several matrices
         blocks = 2
@@ -152,7 +158,7 @@ def kernel_spec(
     wide = torch.float32 in (out, param) and stages == 0  # takes more registers
     blocks = min(schedule.blocks, 2 if schedule.passes > 1 else 3) if wide else schedule.blocks
     read = ("STAGES", stages), ("BLOCKS", blocks), ("FETCHED", schedule.fetched)
-    lanes = (("LANES", schedule.lanes),) if entry == "add_rms_norm" else ()
+    lanes = (("LANES", schedule.lanes),) if entry in _IN_LANES else ()
     return compiler.KernelSpec(
         *(_ELSEWHERE.get(entry, "rows.cu"), entry, _PARAMS[entry], (*types, *shared, bounds, *read, *lanes)),
         block=_THREADS,
@@ -192,7 +198,7 @@ def _plan(
     schedule = choose(entry, _MANY if many else 1, n, x, aligned, torch.float32 in (out, param))
     if given is not None and given in schedules(n, x):
         schedule = given if aligned else given._replace(vector=1, stages=0, whole=0)
-    if entry != "add_rms_norm" or not aligned:
+    if entry not in _IN_LANES or not aligned:
         schedule = schedule._replace(lanes=0)
     info = devices.device_info(device)
     spec = kernel_spec(entry, x, out, param, schedule, programmatic=info.arch.copies_tiles)

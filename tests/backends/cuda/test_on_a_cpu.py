@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,11 +10,22 @@ import torch
 from torch import Tensor
 
 from samebits.backends.attention import Attention
-from samebits.backends.cuda import columns, devices, embeddings, gated, matmul, norm_rotary, runtime
+from samebits.backends.cuda import (
+    columns,
+    devices,
+    embeddings,
+    gated,
+    l2norm,
+    matmul,
+    norm_rotary,
+    runtime,
+)
 from samebits.backends.cuda.attention import mask, universal_backward
+from samebits.backends.cuda.plans import forget_plans
 from samebits.backends.reference import fused as reference
 from samebits.backends.reference import rows as reference_rows
 from samebits.contract import AMPERE, FMA, TENSOR_CORE
+from samebits.ops._delta import EPS, _normalize, _normalize_gradient
 from samebits.ops.reduce import sum as row_sum
 from samebits.testing import assert_same_bits, values
 from tests.support import host_kernels
@@ -258,3 +269,40 @@ def test_rows_of_masks(
     for (b, h, i), want in begins.items():
         got = rows.begins[b, h, i].tolist()
         assert [*got[: len(want) - 1], got[-1]] == want, (b, h, i)
+
+
+@pytest.fixture
+def rows_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that share rows. Plans of them are made for this test alone."""
+    host_kernels.use(monkeypatch, columns)  # for what it allocates
+    monkeypatch.setattr(runtime, "load", lambda spec, device: host_kernels.HostKernel(spec))
+    monkeypatch.setattr(devices, "device_info", lambda device: INFO)
+    forget_plans()
+    yield
+    forget_plans()
+
+
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: x,
+    "heads of a wider matrix": lambda x: torch.cat([x, x], 2)[:, :, 1 : 1 + x.shape[2]],
+    "by head": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "odd": lambda x: torch.nn.functional.pad(x, (3, 0))[..., 3:],
+    "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "repeated": lambda x: x[:, :, :1].expand(x.shape),
+}
+
+
+@pytest.mark.usefixtures("rows_on_a_cpu")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize(("shape", "kind"), [((2, 9, 3, 128), "normal"), ((1, 5, 2, 256), "special")])
+def test_l2norm(dtype: torch.dtype, shape: tuple[int, ...], kind: str, place: str) -> None:
+    """Of rows that lanes share, and of others; and its gradient, which lies in another way."""
+    for size in (shape[-1], shape[-1] - 8, 37, 1):
+        x, grad = (values(kind, (*shape[:-1], size), dtype, seed) for seed in (1, 2))
+        for of_grad in (grad, PLACES["by head"](grad)):
+            given = PLACES[place](x)
+            got = l2norm.l2norm(given, EPS), l2norm.l2norm_backward(given, of_grad, EPS)
+            want = _normalize(given), _normalize_gradient(given, of_grad)
+            for mine, right in zip(got, want, strict=True):
+                assert_same_bits(mine, right, f"{size}")

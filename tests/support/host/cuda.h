@@ -50,6 +50,9 @@ inline int __float_as_int(float x) { return with_bits_of<int>(x); }
 inline unsigned __float_as_uint(float x) { return with_bits_of<unsigned>(x); }
 inline float __int_as_float(int x) { return with_bits_of<float>(x); }
 inline float __uint_as_float(unsigned x) { return with_bits_of<float>(x); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return unsigned(((unsigned long long)(high) << 32 | low) >> (shift & 31));
+}
 
 inline float from_arithmetic(float x) { return x != x ? __int_as_float(0x7FFFFFFF) : x; }
 inline float __fadd_rn(float a, float b) { return from_arithmetic(a + b); }

@@ -37,7 +37,7 @@ inline float fused(float acc, const float* a, const float* b, int lowest) {
 
 // What each thread tells the lanes of its warp, once they all have: there is room for two rounds.
 template <int WORDS>
-struct Told {
+struct Posted {
     inline static u32 words[2][1024][WORDS];
     inline static int turn[1024];
 
@@ -55,7 +55,7 @@ inline void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32* b) {
     using E = Element<IS_BF16 ? BF16 : F16>;
     const u32 mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     const int lane = threadIdx.x % 32;
-    const auto* of = Told<6>::tell(mine);
+    const auto* of = Posted<6>::tell(mine);
     float rows[2][16], columns[2][16];
     const auto widen = [](u32 both, float* to) {
         to[0] = E::widen(u16(both)), to[1] = E::widen(u16(both >> 16));
@@ -75,7 +75,7 @@ inline void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32* b) {
 template <bool TRANSPOSE>
 inline void ldmatrix_x4(u32 (&r)[4], u32 address) {
     const int lane = threadIdx.x % 32;
-    const auto* of = Told<1>::tell(&address);
+    const auto* of = Posted<1>::tell(&address);
     for (int i = 0; i < 4; ++i) {
         const auto at = [&](int row, int column) {
             return u32(*reinterpret_cast<u16*>(bytes + of[i * 8 + row][0] + column * 2));
@@ -88,7 +88,7 @@ inline void ldmatrix_x4(u32 (&r)[4], u32 address) {
 
 inline u32 transposed(u32 x) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-    const auto* of = Told<1>::tell(&x);
+    const auto* of = Posted<1>::tell(&x);
     const auto at = [&](int i, int j) { return of[i * 4 + j / 2][0] >> j % 2 * 16 & 0xFFFF; };
     return at(column, row) | at(column + 1, row) << 16;
 }

@@ -4,17 +4,9 @@
 //   IN, OUT, PARAM           types of rows and their sum, of results and of the weight: F32, BF16 or F16
 //   WARPS, PASSES, VECTOR    how threads share rows: row.cuh
 //   STAGES, BLOCKS           how they read them: row_matrix.cuh; STAGES is 0
-//   LANES                    0, or how many lanes share a row: 8 for one block of 128 entries, 16 for two. Then a warp
-//                            takes several rows at a time, WARPS and PASSES are 1, and rows are aligned
+//   LANES                    how many lanes share a row: row_lanes.cuh
 
-#include "norm.cuh"
-
-static_assert(LANES == 0 || (WARPS == 1 && PASSES == 1 && ALIGNED && !WHOLE));
-
-// Rows in two dimensions: `inner` of them lie side by side, in steps of their own.
-struct Steps {
-    i64 outer, inner;
-};
+#include "row_lanes.cuh"
 
 struct Params {
     const In::Stored *x, *residual;  // no residual: null
@@ -65,31 +57,12 @@ struct Sums {
     }
 };
 
-template <class Stored>
-__device__ __forceinline__ Stored* at(Stored* matrix, Steps step, i64 outer, i64 inner) {
-    return matrix + outer * step.outer + inner * step.inner;
-}
-
-// The sum of a row's terms.
-template <class Terms>
-__device__ __forceinline__ float sum_of_row(Row& row, Terms terms) {
-    if constexpr (LANES == 0) return row.sum(terms);
-    // Of 32 chains one or two have a block, and the others change nothing.
-    float x[OWN];
-    terms(0, x);
-    const float block = row.block_sum(x);
-    return LANES == 16 ? add_across(block, 8) : block;
-}
-
 // Each thread writes what it, or its warp, has read before: results may take the place of operands.
 template <bool ADDS>
 __device__ __forceinline__ void norm_row(const Params& p, Row& row, bool stores) {
-    const bool narrow = LANES > 0 && p.rows >> 31 == 0;  // a division of 64 bits takes as long as the rest
-    const i64 outer = p.inner == 1 ? row.row : narrow ? u32(row.row) / u32(p.inner) : row.row / p.inner;
-    const i64 inner = row.row - outer * p.inner;
+    const Spot spot(row, p.rows, p.inner);
     const Vector<1> weight(p.weight, row, 1.0f);
-    const Sums<ADDS> sums(at(p.x, p.x_row, outer, inner),
-                          ADDS ? at(p.residual, p.residual_row, outer, inner) : nullptr, row);
+    const Sums<ADDS> sums(spot.in(p.x, p.x_row), ADDS ? spot.in(p.residual, p.residual_row) : nullptr, row);
     const float squares = sum_of_row(row, [&](int pass, float (&s)[OWN]) {
         u32 words[IN_WORDS];
         sums.words(pass, words);
@@ -99,8 +72,8 @@ __device__ __forceinline__ void norm_row(const Params& p, Row& row, bool stores)
     });
     const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(row.over_length(squares), p.eps)));
     if (!stores) return;
-    Out::Stored* const out = at(p.out, p.out_row, outer, inner);
-    In::Stored* const sum = ADDS ? at(p.sum, p.sum_row, outer, inner) : nullptr;
+    Out::Stored* const out = spot.in(p.out, p.out_row);
+    In::Stored* const sum = ADDS ? spot.in(p.sum, p.sum_row) : nullptr;
     row.each_pass([&](int pass) {
         u32 words[IN_WORDS], results[WORDS<Out>];
         sums.words(pass, words);
@@ -122,13 +95,7 @@ __device__ __forceinline__ void norm_row(const Params& p, Row& row, bool stores)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) add_rms_norm(const __grid_constant__ Params p) {
     __shared__ Told told[ROWS];
     Row row(told, p.n);
-    bool stores = true;
-    if constexpr (LANES > 0) {
-        const i64 mine = row.row * (32 / LANES) + row.lane / LANES;
-        stores = mine < p.rows;
-        row.row = stores ? mine : p.rows - 1;  // a lane without a row helps with sums
-        row.first = row.lane % LANES / GROUP * contract::VOCAB_BLOCK + row.lane % GROUP * RUN;
-    }
+    const bool stores = find_row(row, p.rows);
     wait_for_kernel_before();
     let_kernel_behind_start();
     if (LANES == 0 && row.row >= p.rows) return;
