@@ -248,7 +248,7 @@ def on_gpu(operation: str, key: Key, device: int) -> tuple[Any, str]:
 
 
 _ON_CPU = {
-    **dict.fromkeys(("add_rms_norm", "gated", "norm_rotary", "rotary"), "fused"),
+    **dict.fromkeys(("add_rms_norm", "gated", "l2norm", "norm_rotary", "rotary"), "fused"),
     "quantize": "scaled",
     "rsqrt": "rows",
 }

@@ -173,8 +173,8 @@ class _Fuser:
         self.left.setdefault((type(module).__name__, what, reason), []).append(name)
 
     def norms(self) -> None:
+        forms: dict[str, Any] = {GATED_NORM: self.forms.gated_norm, NORM: self.forms.norm}
         for name, module in self.modules:
-            forms: dict[str, Any] = {GATED_NORM: self.forms.gated_norm, NORM: self.forms.norm}
             for what, find in forms.items():
                 form, why = find(module)
                 if form is not None and form.fused is not None:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from samebits.backends import Key, UnavailableError, module_for, on_gpu
 from samebits.backends.delta import Delta, Steps
+from samebits.ops._fused import backend as fused_backend
 from samebits.ops._operator import Operator, refuse_second_derivatives
 from samebits.ops._rows import backend as rows_backend
-from samebits.ops._rows import rounded
-from samebits.ops.rsqrt import rsqrt
 
 EPS = 1e-6
 """What is added to a sum of squares before a key or query is divided by its root."""
@@ -223,49 +222,24 @@ _operator.register_autograd(_backward, setup_context=_setup_context)
 # ---- keys and queries of length 1
 
 
-def _root(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of `x` in float32, and 1 / sqrt of the sums of their squares."""
-    wide = x.detach().to(torch.float32)
-    rows = (wide * wide).reshape(-1, x.shape[-1])
-    squares = rows_backend(x).row_sum(rows, False, torch.float32).view(*x.shape[:-1], 1)
-    return wide, rsqrt(squares + EPS)
-
-
 def _normalize(x: Tensor) -> Tensor:
-    wide, r = _root(x)
-    return rounded(wide * r, x.dtype)
-
-
-def _normalize_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    wide, r = _root(x)
-    y, g = wide * r, grad.to(torch.float32)
-    rows = (g * y).reshape(-1, x.shape[-1])
-    along = rows_backend(x).row_sum(rows, False, torch.float32).view(*x.shape[:-1], 1)
-    return rounded(r * (g - y * along), x.dtype)
-
-
-def _normalize_on_gpu(x: Tensor) -> Tensor:
-    found: Tensor = on_gpu("l2norm", Key(""), x.get_device())[0].l2norm(x, EPS)
+    found: Tensor = fused_backend("l2norm", x).l2norm(x, EPS)
     return found
 
 
-def _normalize_gradient_on_gpu(x: Tensor, grad: Tensor) -> Tensor:
-    found: Tensor = on_gpu("l2norm", Key(""), x.get_device())[0].l2norm_backward(x, grad, EPS)
+def _normalize_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    found: Tensor = fused_backend("l2norm", x).l2norm_backward(x, grad, EPS)
     return found
 
 
 normalized = Operator(
-    "l2norm(Tensor x) -> Tensor",
-    cpu=_normalize,
-    cuda=_normalize_on_gpu,
-    fake=lambda x: x.new_empty(x.shape, dtype=x.dtype),
+    "l2norm(Tensor x) -> Tensor", cpu=_normalize, fake=lambda x: x.new_empty(x.shape, dtype=x.dtype)
 )
 """Rows ``x / sqrt(sum(x ** 2) + 1e-6)``, rounded once."""
 
 _normalized_gradient = Operator(
     "l2norm_gradient(Tensor x, Tensor grad) -> Tensor",
     cpu=_normalize_gradient,
-    cuda=_normalize_gradient_on_gpu,
     fake=lambda x, _: x.new_empty(x.shape),
 )
 

@@ -91,6 +91,28 @@ def add_rms_norm_backward(
     return found, terms.view(s.shape) if terms.numel() else terms
 
 
+def l2norm(x: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(sum(x ** 2) + eps)`` for each row, contiguous."""
+    wide, scale = _inverse_norms(x, eps)
+    return _rounded(wide * scale, x.dtype)
+
+
+def l2norm_backward(x: Tensor, grad: Tensor, eps: float) -> Tensor:
+    """The gradient of `x` from that of the result."""
+    wide, scale = _inverse_norms(x, eps)
+    y, g = wide * scale, _wide(grad)
+    along = rows.row_sum((g * y).reshape(-1, x.shape[-1]), False, torch.float32).view(scale.shape)
+    return _rounded(scale * (g - y * along), x.dtype)
+
+
+def _inverse_norms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The rows of `x` in float32, and ``1 / sqrt(sum(x ** 2) + eps)`` of each."""
+    require_subnormals()
+    wide = _wide(x)
+    squares = rows.row_sum((wide * wide).reshape(-1, x.shape[-1]), False, torch.float32)
+    return wide, rows.rsqrt(squares + eps).view(*x.shape[:-1], 1)
+
+
 def rotary(
     q: Tensor,
     k: Tensor | None,

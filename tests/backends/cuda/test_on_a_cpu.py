@@ -25,7 +25,7 @@ from samebits.backends.cuda.plans import forget_plans
 from samebits.backends.reference import fused as reference
 from samebits.backends.reference import rows as reference_rows
 from samebits.contract import AMPERE, FMA, TENSOR_CORE
-from samebits.ops._delta import EPS, _normalize, _normalize_gradient
+from samebits.ops._delta import EPS
 from samebits.ops.reduce import sum as row_sum
 from samebits.testing import assert_same_bits, values
 from tests.support import host_kernels
@@ -274,7 +274,7 @@ def test_rows_of_masks(
 @pytest.fixture
 def rows_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that share rows. Plans of them are made for this test alone."""
-    host_kernels.use(monkeypatch, columns)  # for what it allocates
+    host_kernels.use(monkeypatch, l2norm)
     monkeypatch.setattr(runtime, "load", lambda spec, device: host_kernels.HostKernel(spec))
     monkeypatch.setattr(devices, "device_info", lambda device: INFO)
     forget_plans()
@@ -303,6 +303,6 @@ def test_l2norm(dtype: torch.dtype, shape: tuple[int, ...], kind: str, place: st
         for of_grad in (grad, PLACES["by head"](grad)):
             given = PLACES[place](x)
             got = l2norm.l2norm(given, EPS), l2norm.l2norm_backward(given, of_grad, EPS)
-            want = _normalize(given), _normalize_gradient(given, of_grad)
+            want = reference.l2norm(given, EPS), reference.l2norm_backward(given, of_grad, EPS)
             for mine, right in zip(got, want, strict=True):
                 assert_same_bits(mine, right, f"{size}")

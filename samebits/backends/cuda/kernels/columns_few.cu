@@ -1,5 +1,5 @@
 // Sums over few tokens for every column, each one chain in f32 over ascending tokens: docs/contract.md, "Row
-// reductions". So are gradients of what was broadcast over some heads, or over a small batch.
+// reductions". Such are gradients of what was broadcast over some heads, or over a small batch.
 //
 // A thread has VECTOR neighbouring columns. Columns lie in runs; each token's runs lie as those of the first.
 //
