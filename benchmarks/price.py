@@ -36,9 +36,10 @@ COMPILED = "torch, compiled"
 BESIDE_COMPILED = ", beside `torch.compile`"
 
 
-FILES = tuple(
-    f"{name}.json" for name in ("vllm", "steps", "models", "bench", "scaled", "attention", "logp", "peers")
-)
+ROLLOUTS = "vllm.json", "vllm_1.7b.json"
+"""Of engines, on a GPU of their own if need be."""
+
+FILES = tuple(f"{name}.json" for name in ("steps", "models", "bench", "scaled", "attention", "logp", "peers"))
 """The results that it is of."""
 
 
@@ -64,23 +65,22 @@ def rows(gpu: str) -> list[list[str]]:
         others = f"{', '.join(names)} (samebits {beside['samebits']:.2f})" if names else ""
         found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", others])
 
-    if gpus := measured("vllm.json"):
-        where = gpu if gpu in gpus else gpus[0]
-        data = load(f"{where}/vllm.json")
-        speeds = {
-            name: [engines.speed(of, work) for work in engines.WORKS] for name, of in data["engines"].items()
-        }
-        beside_stock = {
-            name: [s / t for s, t in zip(speeds["stock"], of, strict=True)] for name, of in speeds.items()
-        }
-        add(
-            f"rollouts in vLLM, {data['model']}, {data['environment']['gpu']} (vLLM = 1)",
-            beside_stock["samebits"],
-        )
-        if "invariant" in beside_stock:
-            found[-1][-1] = (
-                f"VLLM_BATCH_INVARIANT=1 {statistics.geometric_mean(beside_stock['invariant']):.2f}"
-            )
+    for name in ROLLOUTS:
+        if gpus := measured(name):
+            data = load(f"{gpu if gpu in gpus else gpus[0]}/{name}")
+            speeds = {
+                name: [engines.speed(of, work) for work in engines.WORKS]
+                for name, of in data["engines"].items()
+            }
+            beside_stock = {
+                name: [s / t for s, t in zip(speeds["stock"], of, strict=True)] for name, of in speeds.items()
+            }
+            where = f"{data['environment']['gpu']} at `{data['environment']['commit'][:10]}`"
+            add(f"rollouts in vLLM, {data['model']}, {where} (vLLM = 1)", beside_stock["samebits"])
+            if "invariant" in beside_stock:
+                found[-1][-1] = (
+                    f"VLLM_BATCH_INVARIANT=1 {statistics.geometric_mean(beside_stock['invariant']):.2f}"
+                )
     if gpu in measured("steps.json"):
         cases = load(f"{gpu}/steps.json")["cases"]
         taken: dict[str, list[float]] = {}

@@ -19,9 +19,9 @@ def overview() -> str:
         runs = [run["steps"] for run in data["trl_vllm"]["runs"].values()]
         stock, ours = ([sum(s[key] for s in run) for key in ("differing", "tokens")] for run in runs)
         said.append(
-            f"In {len(runs[0])} steps of TRL's GRPO with vLLM, trainer and rollout disagree about"
-            f" {stock[0]:,} of {stock[1]:,} log-probs in stock, and about {ours[0]:,} of {ours[1]:,} under"
-            " samebits."
+            f"In {len(runs[0])} steps of TRL's GRPO with vLLM, rollout and trainer gave other bits to"
+            f" {stock[0]:,} of {stock[1]:,} log-probs in stock, and to {ours[0]:,} of {ours[1]:,}"
+            " under samebits."
         )
     rollouts: dict[str, list[str]] = {}
     for name, engine in (("vllm", "vLLM"), ("sglang_8b", "SGLang"), ("vllm_1.7b", "vLLM")):
@@ -37,7 +37,10 @@ def overview() -> str:
         cases = steps.trained(data["steps"]).values()
         beside = [steps.best(c)["ms"] / c.get(COMPILED, c["torch"])["ms"] for c in cases]
         kind = "compiled" if any(COMPILED in c for c in cases) else "eager"
-        costs.append(f"a training step takes {min(beside):.2f} to {max(beside):.2f} of {kind} PyTorch's time")
+        costs.append(
+            f"a training step takes {min(beside):.2f} to {max(beside):.2f} of {kind} PyTorch's time"
+            f" ([table](docs/performance.md#{gpus['steps']}))"
+        )
     if costs:
         said.append(f"**What it costs**: {', '.join(costs)}; [more](#what-it-costs).")
     where = " and ".join(dict.fromkeys(of["environment"]["gpu"] for of in data.values()))

@@ -40,7 +40,7 @@ ROUNDED_ONCE = ("GptOssForCausalLM",)
 
 COVERED = (
     ("dense decoders", "yes", "yes"),
-    ("mixtures of experts", "yes", "Qwen3-MoE, GPT-OSS"),
+    ("mixtures of experts", "yes", "Qwen3-MoE, GPT-OSS; DeepSeek-V2, V3 and GLM-4-MoE-lite by absorbed MLA"),
     (
         "recurrent layers of Mamba 2 and of gated delta rules, prefixes, preemption",
         *("yes", "not preempted; prefixes of delta rules"),
@@ -58,7 +58,7 @@ COVERED = (
     ("structured outputs: raw log-probs", "yes", "not run"),
     ("speculation by n-grams or a draft model", "yes", "not run"),
     ("new weights by `load_weights` and `reload_weights`", "yes", "by TRL"),
-    ("`tensor_parallel_size` of 1, 2, 4, with sums in segments", "yes", "2, dense"),
+    ("`tensor_parallel_size` of 1, 2, 4, with sums in segments", "yes", "2: Llama, Qwen3-MoE"),
     ("sleep mode, weights by NCCL or IPC handles", "vLLM has none", "not run"),
 )
 """What was compared with ``transformers``, every token with the same bits: on CPUs with 0.32.0, on GPUs with
