@@ -56,6 +56,8 @@ def _overrides_once() -> None:
     """
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
 
@@ -107,13 +109,15 @@ def generate(llm: Any, ids: list[list[int]], lora_request: Any = None, **options
 
 
 def trainer(folder: Path, **options: Any) -> Any:
-    """The model of ``transformers``, as a trainer has it."""
+    """The model of ``transformers``, as a trainer has it, where the engine is."""
     import torch
     from transformers import AutoModelForCausalLM
+    from vllm.platforms import current_platform
 
     import samebits
 
     samebits.transformers.register()
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="samebits", **options
-    ).eval()
+    )
+    return model.eval().to(current_platform.device_type)
