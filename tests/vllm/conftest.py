@@ -112,7 +112,6 @@ def trainer(folder: Path, **options: Any) -> Any:
     """The model of ``transformers``, as a trainer has it, where the engine is."""
     import torch
     from transformers import AutoModelForCausalLM
-    from vllm.platforms import current_platform
 
     import samebits
 
@@ -120,4 +119,4 @@ def trainer(folder: Path, **options: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="samebits", **options
     )
-    return model.eval().to(current_platform.device_type)
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
