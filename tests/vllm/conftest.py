@@ -56,8 +56,6 @@ def _overrides_once() -> None:
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
 
@@ -109,14 +107,13 @@ def generate(llm: Any, ids: list[list[int]], lora_request: Any = None, **options
 
 
 def trainer(folder: Path, **options: Any) -> Any:
-    """The model of ``transformers``, as a trainer has it, where the engine is."""
+    """The model of ``transformers``, as a trainer has it."""
     import torch
     from transformers import AutoModelForCausalLM
 
     import samebits
 
     samebits.transformers.register()
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="samebits", **options
-    )
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    ).eval()

@@ -197,7 +197,7 @@ def test_where_it_differs(engine: Engine, folders: Callable[[str], Path]) -> Non
     assert parity.first is not None
     sequence = [*samples[0].prompt, *samples[0].tokens]
     with torch.no_grad(), outputs_of_modules(model) as own:
-        model(torch.tensor([sequence], device=model.device), use_cache=False)
+        model(torch.tensor([sequence]), use_cache=False)
     assert first_difference(rollout.outputs(sequence), own) == "model.layers.1.mlp.down_proj"
 
 
@@ -224,17 +224,17 @@ def test_chosen_experts_are_told_and_replayed(
     bind_routed_experts_capturer(loaded, capturer)
     (ids,) = prompts(1, 40, 40)
     generate(core, [ids], max_tokens=1)
-    model = trainer(folders("qwen3_moe"))
-    experts = torch.zeros(len(ids), 2, 2, dtype=torch.int64, device=model.device)
+    experts = torch.zeros(len(ids), 2, 2, dtype=torch.int64)
     for layer, chosen in capturer.found.items():
         experts[:, layer] = chosen
 
+    model = trainer(folders("qwen3_moe"))
     block = model.model.layers[1].mlp
     took: list[Any] = []
     block.experts.register_forward_pre_hook(lambda _, args: took.append(args[1]))
 
     def run() -> Any:
-        model(torch.tensor([ids], device=model.device))
+        model(torch.tensor([ids]))
         return took.pop()
 
     with torch.no_grad(), samebits.batch_invariant("error"):
