@@ -65,9 +65,9 @@ def rows(gpu: str) -> list[list[str]]:
         others = f"{', '.join(names)} (samebits {beside['samebits']:.2f})" if names else ""
         found.append([work, f"{statistics.geometric_mean(every):.2f}", f"{slowest:.2f}", others])
 
-    for name in ROLLOUTS:
-        if gpus := measured(name):
-            data = load(f"{gpu if gpu in gpus else gpus[0]}/{name}")
+    for file in ROLLOUTS:
+        if gpus := measured(file):
+            data = load(f"{gpu if gpu in gpus else gpus[0]}/{file}")
             speeds = {
                 name: [engines.speed(of, work) for work in engines.WORKS]
                 for name, of in data["engines"].items()
