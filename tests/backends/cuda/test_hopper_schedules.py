@@ -150,7 +150,7 @@ def test_hopper_segments_compile(a_mn: bool, b_mn: bool) -> None:
     for i, case in enumerate(cases):
         v = tensor_core_sm90.Sm90Variant(**{"dtype": BF16, "a_mn": a_mn, "b_mn": b_mn, **case})
         for j, s in enumerate(segmented_sm90.catalogue(v)[i :: 6 * len(cases)]):
-            of = replace(v, segments=(8, 8, 8, 2, 8, 4, 64)[(i + j) % 7])
+            of = replace(v, segments=(8, 16, 8, 2, 8, 4, 64)[(i + j) % 7])
             spec = segmented_sm90.segmented_spec(of, s)
             cubin = resources(spec, "sm_90a")
             assert cubin.local_bytes <= 16, spec

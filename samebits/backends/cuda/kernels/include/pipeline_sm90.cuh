@@ -43,8 +43,9 @@
 //   apply(acc, ...)        what becomes of them
 //   drain(thread)          before the block leaves
 // With SEGMENTS, k is cut into so many segments, of p.k each. The operands' maps have them as batches, so that
-// what lies past a segment's end reads as zero. Teams then take turns with every segment: while one adds its
-// sum to the tree (segments_sm90.cuh), the other multiplies.
+// what lies past a segment's end reads as zero. Their sums are added by a tree (segments_sm90.cuh). Teams take
+// turns with every segment: while one adds, the other multiplies. One team of several warpgroups adds a segment
+// while its tensor cores multiply the next one.
 //
 // With BESIDE, the kernel runs beside the one before it on the stream, which computes another part of the same
 // output. All blocks of that one have waited for what came before (they launch dependents behind their wait), or
@@ -256,84 +257,96 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
         TileCoord tile = scheduler.at(index, rank);
         if constexpr (Scheduler::VARIED) k_blocks = scheduler.number_of_blocks(p, tile);
         tile.m += member * ROWS;
+        // Teams take the ring in turns: an mbarrier can be waited for only one phase ahead.
+        auto wait_for_turn = [&](bool turns) {
+            if (turns) named_barrier(ORDER_BARRIER + team, 2 * SHARE * 128);
+        };
+        auto hand_on = [&](bool turns) {
+            if (turns) named_barrier_arrive(ORDER_BARRIER + (team + 1) % TEAMS, 2 * SHARE * 128);
+        };
+#if SEGMENTS == 1
         Accumulators acc;
+        epilogue.init(acc, p, tile, thread);
+        wait_for_turn(TEAMS > 1 && index >= clusters);
+#endif
+        u32 previous = 0;
+        bool ready = false;
+        KBlocks blocks = scheduler.blocks(p, tile);
+        // The products of one stage. `held`: whether the stage before is not released yet.
+        auto multiply = [&](Accumulators& acc, u32 block, bool held) {
+            if (!ready) mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
+            u32 a = shared.a + ring.stage * A_BYTES, b = shared.b + ring.stage * B_BYTES;
+            if constexpr (RAGGED) {
+                blocks.next();
+                if (blocks.valid() < BLOCK_K) {  // rows of k outside of their sequence
+                    ATile::clear(a, blocks.valid(), BLOCK_K, member * 128 + thread, SHARE * 128);
+                    BTile::clear(b, blocks.valid(), BLOCK_K, member * 128 + thread, SHARE * 128);
+                    fence_async_proxy();
+                    named_barrier(CLEARED_BARRIER + team, SHARE * 128);
+                }
+            }
+            auto a_tile = ATile::descriptor(a + ATile::step(member * ROWS, 0));
+            auto b_tile = BTile::descriptor(b);
+            Ring<STAGES> next = ring;
+            next.step();
+            wgmma_fence();
+#pragma unroll
+            for (u32 k = 0; k < BLOCK_K; k += 16) {
+                // The stage before is released in the middle of this one, so that the tensor cores have work
+                // meanwhile.
+                if (k == BLOCK_K / 32 * 16) {
+                    wgmma_commit();
+                    wgmma_wait<1>();  // of the stage before
+                    if (held) release(shared, previous, thread);
+                    ready =
+                        block + 1 < k_blocks && mbarrier_try_wait(shared.full + next.stage * 8, next.parity);
+                }
+#pragma unroll
+                for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
+                    // A segment starts from +0 in its first step: nothing need be cleared between two.
+                    Wgmma<BLOCK_N, A_MN, B_MN>::step(acc[mma_m], a_tile.at(ATile::step(mma_m * 64, k)),
+                                                     b_tile.at(BTile::step(0, k)),
+                                                     SEGMENTS == 1 || block > 0 || k > 0);
+                }
+            }
+            wgmma_commit();
+            previous = ring.stage;
+            ring = next;
+        };
+        auto complete = [&] {
+            wgmma_wait<0>();
+            if (k_blocks > 0) release(shared, previous, thread);
+        };
 #if SEGMENTS > 1
         // Whether the other team has a tile in the turn of this one's: not after the last tile of all.
         const bool others = TEAMS > 1 && (team > 0 || index + clusters < scheduler.count);
-        auto multiply = [&](Accumulators& acc, u32 segment) {
-            const bool turns = segment > 0 ? others : TEAMS > 1 && index >= clusters;
-#else
-        epilogue.init(acc, p, tile, thread);
-        {
-            const bool turns = TEAMS > 1 && index >= clusters;
-#endif
-            // Teams take the ring in turns: an mbarrier can be waited for only one phase ahead.
-            if (turns) named_barrier(ORDER_BARRIER + team, 2 * SHARE * 128);
-            u32 previous = 0;
-            bool ready = false;
-            KBlocks blocks = scheduler.blocks(p, tile);
-            for (u32 block = 0; block < k_blocks; ++block) {
-                if (!ready) mbarrier_wait(shared.full + ring.stage * 8, ring.parity);
-                u32 a = shared.a + ring.stage * A_BYTES, b = shared.b + ring.stage * B_BYTES;
-                if constexpr (RAGGED) {
-                    blocks.next();
-                    if (blocks.valid() < BLOCK_K) {  // rows of k outside of their sequence
-                        ATile::clear(a, blocks.valid(), BLOCK_K, member * 128 + thread, SHARE * 128);
-                        BTile::clear(b, blocks.valid(), BLOCK_K, member * 128 + thread, SHARE * 128);
-                        fence_async_proxy();
-                        named_barrier(CLEARED_BARRIER + team, SHARE * 128);
-                    }
-                }
-                auto a_tile = ATile::descriptor(a + ATile::step(member * ROWS, 0));
-                auto b_tile = BTile::descriptor(b);
-                Ring<STAGES> next = ring;
-                next.step();
-                wgmma_fence();
-#pragma unroll
-                for (u32 k = 0; k < BLOCK_K; k += 16) {
-                    // The stage before is released in the middle of this one, so that the tensor cores have work
-                    // meanwhile.
-                    if (k == BLOCK_K / 32 * 16) {
-                        wgmma_commit();
-                        wgmma_wait<1>();  // of the stage before
-                        if (block > 0) release(shared, previous, thread);
-                        ready = block + 1 < k_blocks &&
-                                mbarrier_try_wait(shared.full + next.stage * 8, next.parity);
-                    }
-#pragma unroll
-                    for (u32 mma_m = 0; mma_m < MMA_M; ++mma_m) {
-                        // A segment starts from +0 in its first step: nothing need be cleared between two.
-                        Wgmma<BLOCK_N, A_MN, B_MN>::step(acc[mma_m], a_tile.at(ATile::step(mma_m * 64, k)),
-                                                         b_tile.at(BTile::step(0, k)),
-                                                         SEGMENTS == 1 || block > 0 || k > 0);
-                    }
-                }
-                wgmma_commit();
-                previous = ring.stage;
-                ring = next;
-            }
-#if SEGMENTS > 1
-            if (others) named_barrier_arrive(ORDER_BARRIER + (team + 1) % TEAMS, 2 * SHARE * 128);
-#else
-            if constexpr (TEAMS > 1)
-                named_barrier_arrive(ORDER_BARRIER + (team + 1) % TEAMS, 2 * SHARE * 128);
-#endif
-            wgmma_wait<0>();
-            if (k_blocks > 0) release(shared, previous, thread);
-#if SEGMENTS > 1
+        constexpr bool JOINED = TEAMS == 1 && WARPGROUPS > 1 && HELD > 0;
+        auto begin = [&](Accumulators& acc, u32 segment, bool joined) {
+            wait_for_turn(segment > 0 ? others : TEAMS > 1 && index >= clusters);
+            if constexpr (JOINED) multiply(acc, 0, joined);
+        };
+        auto go_on = [&](Accumulators& acc) {
+            for (u32 block = JOINED; block < k_blocks; ++block) multiply(acc, block, JOINED || block > 0);
+            hand_on(others);
+            if constexpr (!JOINED) complete();
             if (others) ring.skip(k_blocks);
         };
-        using Sums = SegmentSums<MMA_M, BLOCK_N / 2>;
+        using Sums = SegmentSums<MMA_M, BLOCK_N / 2, JOINED>;
         extern __shared__ unsigned char raw[];
         void* waiting =
             raw + ((shared.table - shared_address(raw) + 15) & ~15u) + warpgroup * Sums::shared_bytes;
-        Sums::all(acc, waiting, p.sums, blockIdx.x * WARPGROUPS + warpgroup, thread, multiply);
+        Accumulators sets[HELD + 1];
+        Accumulators& acc =
+            Sums::all(sets, {waiting, p.sums, blockIdx.x * WARPGROUPS + warpgroup, thread, k_blocks > 0},
+                      begin, go_on, complete);
 #else
-            if constexpr (Scheduler::VARIED)
-                ring.skip(blocks_of_others(p, scheduler, index + clusters, TEAMS - 1));
-            else  // not by a function: some schedules would spill
-                ring.skip((TEAMS - 1) * k_blocks);
-        }
+        for (u32 block = 0; block < k_blocks; ++block) multiply(acc, block, block > 0);
+        hand_on(TEAMS > 1);
+        complete();
+        if constexpr (Scheduler::VARIED)
+            ring.skip(blocks_of_others(p, scheduler, index + clusters, TEAMS - 1));
+        else  // not by a function: some schedules would spill
+            ring.skip((TEAMS - 1) * k_blocks);
 #endif
 
         epilogue.apply(acc, shared.epilogue + warpgroup * Epilogue::smem_bytes, p, tile, warpgroup, thread);
