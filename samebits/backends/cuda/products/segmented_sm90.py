@@ -39,8 +39,10 @@ _MOST_HELD = 3  # levels in registers: the kernel has the code of 2^HELD segment
 _TILES = ((128, 128), (128, 192), (256, 96), (128, 96))  # that two warpgroups share
 _SHORT = (128, 128)  # of these, with a ring so short that one more level waits in shared memory
 _STALL = 400  # cycles between the segments of a warpgroup
-_TO_L2 = 25  # bytes a cycle between a multiprocessor and L2, of sums that wait, beside loads of operands
+_STALL_JOINED = 3500  # cycles between its groups of segments, if segments of a group follow without a break
+_TO_L2 = 18  # bytes a cycle between a multiprocessor and L2, of sums that wait, beside loads of operands
 _TO_SHARED = 100  # to shared memory: assumed
+_SHORT_RING = 1.04  # factor of the time
 _SMEM = 227 * 1024
 _LEAST_STAGES = 4  # beside sums in shared memory
 _CLOCK = 1750.0  # MHz
@@ -117,9 +119,13 @@ def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
     waits = segments >> _levels(segments) - _in_l2(s, segments)  # sums that wait in L2, and the last one
     l2 = 2 * (waits - 1) * _sums(s) / _TO_L2
     shared = 2 * ((segments >> held(s, segments)) - waits) * _sums(s) / _TO_SHARED
-    stalls = segments * _STALL * (0.25 if s.warpgroups > s.share or s.blocks > 1 else 1)  # or others multiply
+    if s.warpgroups == s.share > 1 and held(s, segments):
+        stalls = (segments >> held(s, segments)) * _STALL_JOINED
+    else:
+        stalls = segments * _STALL * (0.25 if s.warpgroups > s.share or s.blocks > 1 else 1)  # others multiply
     padded = replace(p, k=segments * round_up(p.k // segments, s.block_k))
-    return estimate(s, padded, sms) + rounds * (l2 + shared + stalls) / _CLOCK
+    plain = estimate(s, padded, sms) * (_SHORT_RING if s.stages == _LEAST_STAGES else 1)
+    return plain + rounds * (l2 + shared + stalls) / _CLOCK
 
 
 def candidates(p: Gemm, sms: int, light: bool) -> list[Sm90Schedule]:
