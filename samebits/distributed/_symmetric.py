@@ -22,8 +22,8 @@ from samebits.ops._memory import capturing
 
 __all__ = ["Space", "space_of"]
 
-_PACKETS = 1 << 18
-"""Elements that a rank sends to all others together, up to which packets are faster than parts."""
+_AT_ONCE = 1 << 20
+"""Elements that a rank sends to all others together, up to which that is faster than parts."""
 
 _LEAST, _MOST = 1 << 22, 1 << 25
 """Elements that are added at once: what memory is made for first, and at most."""
@@ -43,21 +43,25 @@ class Space:
         self._kernels, self._device = exchange, device
         self._rank: int = group.rank()
         self._ranks: int = group.size()
-        self._packets = _PACKETS // (self._ranks - 1) // 4 * 4
-        _, self._control = self._map(exchange.control_bytes(self._ranks, self._packets))
+        self._inbox = _AT_ONCE // (self._ranks - 1) // 4 * 4
+        _, self._control = self._map(exchange.control_bytes(self._ranks, self._inbox), exchange.INBOXES)
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None) or timedelta(minutes=10)
         self._timeout = int(timeout.total_seconds() * 1e9)
         self._stream: torch.cuda.Stream | None = None
         self._grow(_LEAST)
 
-    def _map(self, size: int) -> tuple[Any, tuple[int, ...]]:
-        """Zeros of all ranks, and where each rank's begin. They are never freed: a graph may have them."""
+    def _map(self, size: int, zeros: int | None = None) -> tuple[Any, tuple[int, ...]]:
+        """Bytes of all ranks, and where each rank's begin. They are never freed: a graph may have them.
+
+        `zeros`: how many of them are zeros, all by default. The others are those of empty inboxes.
+        """
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory
 
         memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self._device)
-        memory.zero_()
+        memory[:zeros].zero_()
+        memory[size if zeros is None else zeros :].fill_(self._kernels.EMPTY)
         handle: Any = _symmetric_memory.rendezvous(memory, self._group.group_name)
         ranks = range(self._ranks)
         at = tuple(handle.get_buffer(r, (size,), torch.uint8, 0).data_ptr() for r in ranks)
@@ -67,14 +71,12 @@ class Space:
         return handle, at
 
     def _grow(self, count: int) -> None:
-        from samebits.backends.cuda import devices
-
         part: int = (_LEAST if count <= _LEAST else _MOST) // self._ranks
         data, at = self._map(self._kernels.data_bytes(self._ranks, part))
-        own = torch.tensor([devices.device_info(self._device.index).sm_count], device=self._device)
-        blocks = int(all_gather(own, self._group.group_name).min())  # and all are zeros now
+        own = torch.tensor([self._kernels.most_blocks(self._device.index)], device=self._device)
+        blocks = int(all_gather(own, self._group.group_name).min())  # and all memory is as it starts now
         memory = self._kernels.Memory(
-            *(self._device.index, self._rank, self._control, self._packets, at, part, self._timeout),
+            *(self._device.index, self._rank, self._control, self._inbox, at, part, self._timeout),
             blocks=blocks,
         )
         self._part, self._data, self._memory = part, data, memory  # or none of them, after an error
@@ -106,7 +108,7 @@ class Space:
         x, bias = _whole(x), None if bias is None else bias.contiguous()
         out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
         count = x.numel()
-        if count <= min(self._packets, _PACKETS // (self._ranks - 1)):
+        if count <= min(self._inbox, _AT_ONCE // (self._ranks - 1)):
             if count:
                 self._kernels.add_small(self._memory, x, bias, out)
             return out

@@ -48,8 +48,8 @@ def by_all_ways(check: object) -> None:
         with mock.patch.object(exchange, "_SMALL", small), mock.patch.object(exchange, "_space"):
             exchange._space.return_value = None  # type: ignore[attr-defined]
             check()
-    for packets, most in ((1 << 18, 1 << 25), (0, 1 << 25), (0, 64)) if device().type == "cuda" else ():
-        with mock.patch.multiple(_symmetric, _PACKETS=packets, _MOST=most, _LEAST=64):
+    for at_once, most in ((1 << 18, 1 << 25), (0, 1 << 25), (0, 64)) if device().type == "cuda" else ():
+        with mock.patch.multiple(_symmetric, _AT_ONCE=at_once, _MOST=most, _LEAST=64):
             check()
 
 

@@ -14,21 +14,21 @@ from samebits.distributed._symmetric import Space
 
 @pytest.fixture
 def space() -> Any:
-    """The memory of rank 1 of four, for packets and for parts of up to a million elements."""
+    """The memory of rank 1 of four, for inboxes and for parts of up to a million elements."""
     found: Any = object.__new__(Space)
-    found._rank, found._ranks, found._packets, found._part = 1, 4, (1 << 18) // 3 // 4 * 4, 1 << 20
+    found._rank, found._ranks, found._inbox, found._part = 1, 4, (1 << 20) // 3 // 4 * 4, 1 << 20
     found._kernels, found._data, found._memory = mock.Mock(), "data", "memory"
     found._group, found._device, found._timeout, found._control = mock.Mock(), mock.Mock(index=0), 1, ()
     with mock.patch.object(Space, "_in_order"), mock.patch("torch.cuda.is_current_stream_capturing"):
         yield found
 
 
-@pytest.mark.parametrize(("count", "packets"), [(87_380, True), (87_381, False)])
-def test_packets_hold_what_is_sent_by_them(space: Any, count: int, packets: bool) -> None:
+@pytest.mark.parametrize(("count", "at_once"), [(349_524, True), (349_525, False)])
+def test_inboxes_hold_what_is_sent_to_them(space: Any, count: int, at_once: bool) -> None:
     """An inbox has a multiple of four elements, which is less than a third of all."""
     space.all_reduce(torch.empty(count), None, torch.bfloat16)
-    assert space._kernels.add_small.called == packets
-    assert space._kernels.add_parts.called != packets
+    assert space._kernels.add_small.called == at_once
+    assert space._kernels.add_parts.called != at_once
 
 
 def test_memory_that_could_not_grow_is_as_before(space: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samebits.backends.cuda.exchange import (
+    EMPTY,
     INBOXES,
     STATE,
     Memory,
@@ -23,18 +24,19 @@ SECOND = 1_000_000_000
 
 
 class Ranks:
-    """`count` ranks whose memory holds `part` elements of a part, and `packets` elements of an inbox."""
+    """`count` ranks whose memory holds `part` elements of a part, and `inbox` elements of an inbox."""
 
-    def __init__(self, count: int, part: int, packets: int) -> None:
+    def __init__(self, count: int, part: int, inbox: int) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.control, self.data = (
             [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(count)]
-            for size in (control_bytes(count, packets), data_bytes(count, part))
+            for size in (control_bytes(count, inbox), data_bytes(count, part))
         )
+        for control in self.control:
+            control[INBOXES:] = EMPTY
         control, data = (tuple(t.data_ptr() for t in memory) for memory in (self.control, self.data))
         self.memory = [
-            Memory(self.device.index, rank, control, packets, data, part, 20 * SECOND)
-            for rank in range(count)
+            Memory(self.device.index, rank, control, inbox, data, part, 20 * SECOND) for rank in range(count)
         ]
         self.streams: list[torch.cuda.Stream] = [torch.cuda.Stream() for _ in range(count)]
 
@@ -62,7 +64,7 @@ class Ranks:
         """Results of all ranks, of ``xs[ranks, M, N]``.
 
         Args:
-            way: "packets"; "parts"; "products", in which ranks find their partial sums written; or "scatter".
+            way: "at_once"; "parts"; "products", in which ranks find their partial sums written; or "scatter".
             alone: one rank after the other, for tools that do not run kernels side by side.
         """
         ranks, count = len(self.memory), xs[0].numel()
@@ -79,7 +81,7 @@ class Ranks:
 
         def launch(memory: Memory) -> None:
             x, out = given[memory.rank], outs[memory.rank]
-            if way == "packets":
+            if way == "at_once":
                 add_small(memory, x, bias, out)
             else:
                 add_parts(
@@ -89,14 +91,12 @@ class Ranks:
         def deliver(memory: Memory) -> None:
             here = memory.rank
             call = 1 + int(self.control[here][STATE : STATE + 4].view(torch.int32))
-            if way == "packets":
+            if way == "at_once":
                 inbox = self.control[here][INBOXES:].view(torch.int32).view(2, ranks, -1)[call % 2]
                 for other in range(ranks):
                     if other != here:
                         sent = flat[other].view(torch.int32)
-                        inbox[other, : 2 * len(sent)] = torch.stack(
-                            [sent, torch.full_like(sent, call)], 1
-                        ).view(-1)
+                        inbox[other, : len(sent)] = sent.where(sent != -1, 0x7FFFFFFF)
                 return
             self.control[here][:STATE].view(torch.int32).fill_(call)
             self.slots(here)[:, :part] = flat[:, here * part : (here + 1) * part]

@@ -435,7 +435,7 @@ def exchanges() -> None:
         for shape, biased in itertools.product(((3, 5), (64, 120)), (False, True)):
             xs = torch.ones(ranks, *shape, device="cuda")
             bias = torch.ones(shape[1], dtype=DTYPE, device="cuda") if biased else None
-            for way in ("packets", "parts", "products", "scatter"):
+            for way in ("at_once", "parts", "products", "scatter"):
                 if way == "scatter" and xs[0].numel() % (4 * ranks):
                     continue
                 for out in of.sums(xs, bias, DTYPE, way, alone=True):

@@ -16,33 +16,45 @@ from samebits.backends.cuda.plans import kept
 from samebits.backends.cuda.products.plan import TYPES
 from samebits.backends.product import need
 
-__all__ = ["Memory", "add_parts", "add_small", "control_bytes", "data_bytes", "packets_spec", "parts_spec"]
+__all__ = [
+    "EMPTY",
+    "Memory",
+    "add_parts",
+    "add_small",
+    "at_once_spec",
+    "control_bytes",
+    "data_bytes",
+    "most_blocks",
+    "parts_spec",
+]
 
-BLOCKS = 256  # of a launch at most
-_THREADS, _QUADS = 512, 2  # as in the source
+BLOCKS = 1024  # of a launch at most
+_PER_SM = 4  # blocks on a multiprocessor
+_THREADS, _QUADS = 256, 2  # as in the source
+EMPTY = 0xFF  # each byte of an inbox that nothing has come to
 STATE = 2 * BLOCKS * 8 * 4  # bytes of flags, of up to 8 ranks, before the state
 INBOXES = STATE + 256
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of all ranks of a group. All of it starts as zeros.
+    """The memory of all ranks of a group. All of it starts as zeros, and inboxes as :data:`EMPTY`.
 
     Attributes:
         device: this rank's.
         rank: this rank.
         control: where each rank's flags and inboxes begin, :func:`control_bytes` of each.
-        packets: the most elements of :func:`add_small`.
+        inbox: the most elements of :func:`add_small`, a multiple of 4.
         data: where each rank's partial sums and results begin, :func:`data_bytes` of each.
         part: the most elements of a part of :func:`add_parts`, a multiple of 4.
         timeout: nanoseconds after which a rank that does not answer is an assertion.
-        blocks: the most blocks of :func:`add_parts`, the same on all ranks: those of one index meet.
+        blocks: the most blocks of a launch, the same on all ranks: those of one index meet.
     """
 
     device: int
     rank: int
     control: tuple[int, ...]
-    packets: int
+    inbox: int
     data: tuple[int, ...]
     part: int
     timeout: int
@@ -53,8 +65,8 @@ class Memory:
         return self.data[owner] + self.rank * self.part * 4
 
 
-def control_bytes(ranks: int, packets: int) -> int:
-    return INBOXES + 2 * ranks * packets * 8
+def control_bytes(ranks: int, inbox: int) -> int:
+    return INBOXES + 2 * ranks * inbox * 4
 
 
 def data_bytes(ranks: int, part: int) -> int:
@@ -68,9 +80,9 @@ def _spec(entry: str, params: str, ranks: int, programmatic: bool) -> compiler.K
     )
 
 
-def packets_spec(ranks: int, programmatic: bool) -> compiler.KernelSpec:
+def at_once_spec(ranks: int, programmatic: bool) -> compiler.KernelSpec:
     """The kernel of :func:`add_small`."""
-    return _spec("by_packets", f"3P{ranks + 1}q4q3i", ranks, programmatic)
+    return _spec("at_once", f"3P{ranks + 1}q4q3i", ranks, programmatic)
 
 
 def parts_spec(ranks: int, programmatic: bool) -> compiler.KernelSpec:
@@ -79,10 +91,14 @@ def parts_spec(ranks: int, programmatic: bool) -> compiler.KernelSpec:
 
 
 @kept
-def _loaded(entry: str, ranks: int, device: int) -> tuple[runtime.Kernel, int]:
-    info = devices.device_info(device)
-    spec = {"packets": packets_spec, "parts": parts_spec}[entry]
-    return runtime.load(spec(ranks, info.arch.copies_tiles), device), min(info.sm_count, BLOCKS)
+def _loaded(entry: str, ranks: int, device: int) -> runtime.Kernel:
+    spec = {"at_once": at_once_spec, "parts": parts_spec}[entry]
+    return runtime.load(spec(ranks, devices.device_info(device).arch.copies_tiles), device)
+
+
+def most_blocks(device: int) -> int:
+    """Blocks that run at once on a device."""
+    return min(_PER_SM * devices.device_info(device).sm_count, BLOCKS)
 
 
 def _kinds(out: Tensor, bias: Tensor | None) -> tuple[int, int]:
@@ -91,16 +107,14 @@ def _kinds(out: Tensor, bias: Tensor | None) -> tuple[int, int]:
 
 def add_small(memory: Memory, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """``out = x of all ranks, added, + bias``. `x` is float32; all are contiguous and begin at 16 bytes."""
-    kernel, most = _loaded("packets", len(memory.control), memory.device)
-    count = x.numel()
-    need(count <= memory.packets, f"expected up to {memory.packets} elements, got {count}")
-    blocks = min(-(-count // (4 * _THREADS)), most)
+    kernel, count = _loaded("at_once", len(memory.control), memory.device), x.numel()
+    need(count <= memory.inbox, f"expected up to {memory.inbox} elements, got {count}")
     kernel.launch(
-        (blocks, 1, 1),
+        (min(-(-count // (4 * _THREADS)), memory.blocks), 1, 1),
         *(x.data_ptr(), out.data_ptr(), address(bias)),
         *(at + INBOXES for at in memory.control),
         memory.control[memory.rank] + STATE,
-        *(count, 1 if bias is None else bias.numel(), memory.packets, memory.timeout),
+        *(count, 1 if bias is None else bias.numel(), memory.inbox, memory.timeout),
         *(memory.rank, *_kinds(out, bias)),
     )
 
@@ -126,12 +140,12 @@ def add_parts(
     """
     need(part <= memory.part, f"expected parts of up to {memory.part} elements, got {part}")
     ranks, rank = len(memory.control), memory.rank
-    kernel, most = _loaded("parts", ranks, memory.device)
+    kernel = _loaded("parts", ranks, memory.device)
     size = out.element_size()
     own = memory.slot(rank) if x is None else x.data_ptr() + rank * (stride or part) * 4
     at = out.data_ptr()
     kernel.launch(
-        (min(-(-part // (4 * _THREADS * _QUADS)), most, memory.blocks), 1, 1),
+        (min(-(-part // (4 * _THREADS * _QUADS)), memory.blocks), 1, 1),
         *(address(x), own),
         *(at if whole else 0, at + rank * part * size if whole else at),
         address(bias),

@@ -13,15 +13,15 @@ from samebits.testing import assert_same_bits, values
 from tests.support.cubins import resources
 from tests.support.one_gpu import Ranks
 
-WAYS = ("packets", "parts", "products", "scatter")
+WAYS = ("at_once", "parts", "products", "scatter")
 
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_they_compile(ranks: int, arch: str) -> None:
-    packets, parts = (spec(ranks, arch >= "sm_90") for spec in (exchange.packets_spec, exchange.parts_spec))
-    assert (packets.source, packets.constants) == (parts.source, parts.constants)  # compiled together
-    assert resources(packets, arch).registers < 256
+    at_once, parts = (spec(ranks, arch >= "sm_90") for spec in (exchange.at_once_spec, exchange.parts_spec))
+    assert (at_once.source, at_once.constants) == (parts.source, parts.constants)  # compiled together
+    assert resources(at_once, arch).registers < 256
 
 
 @pytest.mark.gpu
@@ -71,3 +71,12 @@ def test_many_calls_overwrite_nothing_too_early() -> None:
             some = min(size, 1 << 17) if i % 3 else size
             assert_same_bits(outs[0, i, :some], tree(x[:, i, :some]))
             assert_same_bits(outs[1, i, :some], tree(x[:, i, :some]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_sum_with_the_bits_of_an_empty_inbox(ranks: int) -> None:
+    of, xs = Ranks(ranks, 64, 64), torch.ones(ranks, 7, 9, device="cuda")
+    xs.view(torch.int32)[:, ::2, ::3] = -1
+    for out in of.sums(xs, None, torch.float32, "at_once", alone=False):
+        assert_same_bits(out, finished(tree(xs), None, torch.float32))

@@ -3,9 +3,9 @@
 // Ranks read and write each other's memory. Nothing but bytes crosses: the tree is the same on every rank, and
 // does not depend on how they were moved. Two ways, one launch each:
 //
-//   by_packets   few elements. Each rank writes all of its sums into all others' inboxes, as packets that
-//                carry the call's number beside their data: a packet has arrived when its number is the
-//                call's. Nothing else is waited for.
+//   at_once      few elements. Each rank writes all of its sums into all others' inboxes. A word of an inbox
+//                that nothing has come to is EMPTY, a NaN that no sum is sent as. So each word says by itself
+//                that it has arrived, in whatever order they do. Who has read it makes it EMPTY again.
 //
 //   rank 0       |write all to 1|read what came from 1, add, round, store|
 //   rank 1       |write all to 0|read what came from 0, add, round, store|
@@ -26,7 +26,7 @@
 //                    It ends after that, and writes into them in later kernels only. It writes results after
 //                    the first meeting, when all have ended the call before.
 //   inboxes          are two, in turns. A rank in its next call but one has heard, in the call between, from
-//                    ranks that had ended this one.
+//                    ranks that had ended this one, and so had made all words EMPTY.
 //
 // A rank that does not answer in time ends the kernel with an assertion.
 //
@@ -37,14 +37,16 @@
 #include "epilogue.cuh"
 #include "launch.cuh"
 
-constexpr int THREADS = 512;
-constexpr int QUADS = 2;  // of four elements, that a thread reads before it writes any
+constexpr int THREADS = 256;
+constexpr int QUADS = 2;           // of four elements, that a thread of by_parts reads before it writes any
+constexpr u32 EMPTY = 0xFFFFFFFF;  // a NaN
+constexpr u32 NAN_SENT = 0x7FFFFFFF;
 
-struct Packets {
+struct AtOnce {
     const float* x;
     void* out;
     const void* bias;
-    uint4* inboxes[RANKS];  // every rank's: two, of RANKS times `capacity` elements, two a packet
+    uint4* inboxes[RANKS];  // every rank's: two, of RANKS times `capacity` elements
     u32* state;             // the number of the call before, and how many blocks have ended
     i64 count, n, capacity;
     i64 timeout;  // nanoseconds
@@ -145,57 +147,51 @@ __device__ __forceinline__ void add_bias(Four& sum, const void* bias, i64 i, i64
     }
 }
 
-__device__ __forceinline__ void send(uint4* to, float first, float second, u32 call) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(__float_as_uint(first)),
-                 "r"(call), "r"(__float_as_uint(second))
+__device__ __forceinline__ u32 as_sent(float x) {
+    const u32 bits = __float_as_uint(x);
+    return bits == EMPTY ? NAN_SENT : bits;
+}
+
+__device__ __forceinline__ void send(uint4* to, const Four& x) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(as_sent(x.at[0])),
+                 "r"(as_sent(x.at[1])), "r"(as_sent(x.at[2])), "r"(as_sent(x.at[3]))
                  : "memory");
 }
 
-__device__ __forceinline__ void receive(float& first, float& second, const uint4* from, u32 call,
-                                        i64 timeout) {
+__device__ __forceinline__ Four receive(uint4* from, i64 timeout) {
     Patience patience(timeout);
     while (true) {
-        u32 a, b, of_a, of_b;  // eight bytes are written at once, sixteen need not be
+        u32 a, b, c, d;  // these need not be written at once
         asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(a), "=r"(of_a), "=r"(b), "=r"(of_b)
+                     : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
                      : "l"(from)
                      : "memory");
-        if (of_a == call && of_b == call) {
-            first = __uint_as_float(a);
-            second = __uint_as_float(b);
-            return;
+        if (a != EMPTY && b != EMPTY && c != EMPTY && d != EMPTY) {
+            *from = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+            return {{__uint_as_float(a), __uint_as_float(b), __uint_as_float(c), __uint_as_float(d)}};
         }
         patience.spend();
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) by_packets(const __grid_constant__ Packets p) {
+extern "C" __global__ void __launch_bounds__(THREADS) at_once(const __grid_constant__ AtOnce p) {
     wait_for_kernel_before();
     let_kernel_behind_start();
     const u32 call = number_of_call(p.state);
-    const i64 step = i64(gridDim.x) * THREADS, quads = (p.count + 3) / 4, inbox = p.capacity / 2;
+    const i64 step = i64(gridDim.x) * THREADS, quads = (p.count + 3) / 4, inbox = p.capacity / 4;
     const i64 start = i64(blockIdx.x) * THREADS + threadIdx.x, turn = call % 2 * RANKS * inbox;
     for (i64 quad = start; quad < quads; quad += step) {
         const Four mine = load_four(p.x, 4 * quad, p.count);
 #pragma unroll
-        for (int other = 1; other < RANKS; ++other) {
-            uint4* to = p.inboxes[(p.rank + other) % RANKS] + turn + p.rank * inbox + 2 * quad;
-            send(to, mine.at[0], mine.at[1], call);
-            send(to + 1, mine.at[2], mine.at[3], call);
-        }
+        for (int other = 1; other < RANKS; ++other)
+            send(p.inboxes[(p.rank + other) % RANKS] + turn + p.rank * inbox + quad, mine);
     }
     for (i64 quad = start; quad < quads; quad += step) {
         Four of[RANKS];
 #pragma unroll
-        for (int r = 0; r < RANKS; ++r) {
-            if (r == p.rank) {
-                of[r] = load_four(p.x, 4 * quad, p.count);
-            } else {
-                const uint4* from = p.inboxes[p.rank] + turn + r * inbox + 2 * quad;
-                receive(of[r].at[0], of[r].at[1], from, call, p.timeout);
-                receive(of[r].at[2], of[r].at[3], from + 1, call, p.timeout);
-            }
-        }
+        for (int r = 0; r < RANKS; ++r)
+            of[r] = r == p.rank ? load_four(p.x, 4 * quad, p.count)
+                                : receive(p.inboxes[p.rank] + turn + r * inbox + quad, p.timeout);
         Four sum = tree(of);
         add_bias(sum, p.bias, 4 * quad, p.count, p.n, p.bias_kind);
         store_four(p.out, 4 * quad, 1, sum.at, int(min(p.count - 4 * quad, i64(4))), p.out_kind, true);

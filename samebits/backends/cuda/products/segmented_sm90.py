@@ -119,10 +119,10 @@ def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
     waits = segments >> _levels(segments) - _in_l2(s, segments)  # sums that wait in L2, and the last one
     l2 = 2 * (waits - 1) * _sums(s) / _TO_L2
     shared = 2 * ((segments >> held(s, segments)) - waits) * _sums(s) / _TO_SHARED
+    others = s.warpgroups > s.share or s.blocks > 1  # which multiply meanwhile
+    stalls = segments * _STALL * (0.25 if others else 1.0)
     if s.warpgroups == s.share > 1 and held(s, segments):
-        stalls = (segments >> held(s, segments)) * _STALL_JOINED
-    else:
-        stalls = segments * _STALL * (0.25 if s.warpgroups > s.share or s.blocks > 1 else 1)  # others multiply
+        stalls = float((segments >> held(s, segments)) * _STALL_JOINED)
     padded = replace(p, k=segments * round_up(p.k // segments, s.block_k))
     plain = estimate(s, padded, sms) * (_SHORT_RING if s.stages == _LEAST_STAGES else 1)
     return plain + rounds * (l2 + shared + stalls) / _CLOCK
