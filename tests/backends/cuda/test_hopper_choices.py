@@ -181,6 +181,25 @@ def test_segments_come_in_pairs_only_with_a_long_k() -> None:
     assert clusters(131_072) == {1, 2}
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "segments", "tile"),
+    [
+        (1024, 4096, 6144, 4, (128, 128, 6)),  # no sum waits in shared memory, so the ring has it all
+        (2048, 4096, 4096, 8, (128, 128, 4)),  # one does
+        (512, 4096, 14336, 8, (128, 128, 6)),  # with a long k it would cost more than L2
+        (1024, 3072, 4096, 8, (128, 96, 7)),  # all sums wait in registers
+        (256, 4096, 2048, 4, (64, 128, 8)),
+    ],
+)
+def test_rings_beside_sums_of_segments(
+    m: int, n: int, k: int, segments: int, tile: tuple[int, int, int]
+) -> None:
+    """Each was the fastest of all candidates on an H200."""
+    p = Gemm(m, n, k, out_bytes=2 if segments == 8 else 4)
+    chosen = segmented_sm90.choose(p, 132, segments, light=segments == 8)
+    assert (chosen.block_m, chosen.block_n, chosen.stages) == tile
+
+
 def test_few_tiles_of_long_chains_are_narrow() -> None:
     """Chains are whole, so only more blocks end sooner."""
     chosen = choice_sm90.choose(Gemm(174, 1536, 24576, b_mn=True), 132)
