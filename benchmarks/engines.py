@@ -225,7 +225,9 @@ def run(
     file = f"{'_'.join([name, *of])}.json"
     found: dict[str, Any] = {}
     model = "DeepSeek-V3" if options.model == "deepseek-v3" else f"Qwen3 {options.model}"
-    data = {"environment": environment(options.commit), "model": model, "engines": found}
+    data: dict[str, Any] = {"environment": environment(options.commit), "model": model, "engines": found}
+    if getattr(options, "ranks", 1) > 1:
+        data["ranks"] = options.ranks
     for engine in options.engines.split(","):
         found[engine] = ask(name, *sys.argv[1:], "--serve", engine, **engines[engine])
         speeds = (f"{work} {speed(found[engine], work):,.0f}" for work in WORKS)

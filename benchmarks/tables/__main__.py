@@ -66,6 +66,7 @@ GPU_BLOCKS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "embeddings.json": {"embeddings": models.gpu_embeddings},
     "vllm.json": {"vllm": models.gpu_engine},
     "vllm_1.7b.json": {"vllm-small": models.gpu_engine},
+    "vllm_tp2.json": {"vllm-split": models.gpu_engine},
     "trl_vllm.json": {"trl-vllm": models.gpu_trl_vllm},
     "vllm_30b-a3b.json": {"vllm-experts": models.gpu_engine},
     "vllm_8b-lora.json": {"vllm-lora": models.gpu_engine},
