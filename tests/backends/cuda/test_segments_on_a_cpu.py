@@ -30,8 +30,8 @@ def test_every_place_of_sums_gives_the_tree(tmp_path: Path) -> None:
         text += "".join(f"#undef {name}\n#define {name} {value}\n" for name, value in macros.items())
         text += f'namespace case{i} {{\n#include "segments.h"\n}}\n'
         sums = f"case{i}::SegmentSums<TILES, FLOATS, {int(joined)}>"
-        right = f"right<{sums}, {int(joined)}, {segments}, {held + 1}>()"
-        calls += f'    if (!{right}) std::puts("{CASES[i]}");\n'
+        right = f"right<{sums}, {int(joined)}, {segments}, {held + 1}>"
+        calls += f'    if (!{right}(0) || !{right}(1)) std::puts("{CASES[i]}");\n'
     (tmp_path / "cases.h").write_text(
         text + f"#undef SEGMENTS\nint run_cases() {{\n{calls}    return 0;\n}}\n"
     )

@@ -13,10 +13,10 @@ inline void __stcg(float4* at, float4 x) { *at = x; }
 constexpr int TILES = 2, FLOATS = 8;
 using Sum = float[TILES][FLOATS];
 
-// Whether `all` adds what segments give in the order of the tree, and asks for each once, in order. The same thread of the
-// other of two warpgroups takes a whole tile at any time.
+// Whether `all` adds what segments give in the order of the tree, and asks for each once, in order. The same thread
+// of the other of two warpgroups takes a whole tile at any time, unless this is that one.
 template <typename Sums, bool JOINED, int SEGMENTS, int SETS>
-bool right(u32 warpgroup = 0, int interrupted = 0) {
+bool right(u32 warpgroup, bool inner = false, int interrupted = 0) {
     static unsigned char shared[2][Sums::shared_bytes + 16];
     static float4 memory[2 * 8 * TILES * FLOATS / 4 * 128];  // of up to 8 levels
     Sum given[SEGMENTS], sets[SETS];
@@ -24,7 +24,7 @@ bool right(u32 warpgroup = 0, int interrupted = 0) {
         for (auto& row : sum)
             for (float& x : row) x = std::ldexp(float(rand() % 2001 - 1000), rand() % 40 - 20);
     Sum* of = nullptr;  // what the tensor cores write
-    int segment = -1;
+    int segment = -1, gone_on = 0;
     bool pending = false, fine = true;
     auto land = [&] {
         std::memcpy(*of, given[segment], sizeof(Sum));
@@ -41,7 +41,9 @@ bool right(u32 warpgroup = 0, int interrupted = 0) {
     };
     auto go_on = [&](Sum& sum) {
         fine &= of == &sum && pending;
-        if (interrupted == segment + 1) fine &= right<Sums, JOINED, SEGMENTS, SETS>(1 - warpgroup);
+        ++gone_on;
+        if (!inner && interrupted == segment + 1)
+            fine &= right<Sums, JOINED, SEGMENTS, SETS>(1 - warpgroup, true);
         if (!JOINED) land();
     };
     auto complete = [&] {
@@ -50,13 +52,13 @@ bool right(u32 warpgroup = 0, int interrupted = 0) {
     };
     Sum& found =
         Sums::all(sets, {shared[warpgroup], &memory[0].x, warpgroup, 127, true}, begin, go_on, complete);
-    fine &= !pending && segment == SEGMENTS - 1;
+    fine &= !pending && segment == SEGMENTS - 1 && gone_on == SEGMENTS;
     for (int half = 1; half < SEGMENTS; half *= 2)
         for (int i = 0; i < SEGMENTS; i += 2 * half)
             for (int j = 0; j < TILES * FLOATS; ++j) (&given[i][0][0])[j] += (&given[i + half][0][0])[j];
     fine &= std::memcmp(found, given[0], sizeof(Sum)) == 0;
-    if (warpgroup == 0 && interrupted < SEGMENTS)
-        fine &= right<Sums, JOINED, SEGMENTS, SETS>(0, interrupted + 1);
+    if (!inner && interrupted < SEGMENTS)
+        fine &= right<Sums, JOINED, SEGMENTS, SETS>(warpgroup, false, interrupted + 1);
     return fine;
 }
 
