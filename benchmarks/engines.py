@@ -221,13 +221,14 @@ def run(
         answer(out, serve(engine, options))
     console = Console(width=130)
     of = [] if options.model == "8b" else [options.model]
-    of += [f"tp{options.ranks}"] if getattr(options, "ranks", 1) > 1 else []
+    ranks = getattr(options, "ranks", 1)
+    of += [f"tp{ranks}"] if ranks > 1 else []
     file = f"{'_'.join([name, *of])}.json"
     found: dict[str, Any] = {}
     model = "DeepSeek-V3" if options.model == "deepseek-v3" else f"Qwen3 {options.model}"
     data: dict[str, Any] = {"environment": environment(options.commit), "model": model, "engines": found}
-    if getattr(options, "ranks", 1) > 1:
-        data["ranks"] = options.ranks
+    if ranks > 1:
+        data["ranks"] = ranks
     for engine in options.engines.split(","):
         found[engine] = ask(name, *sys.argv[1:], "--serve", engine, **engines[engine])
         speeds = (f"{work} {speed(found[engine], work):,.0f}" for work in WORKS)

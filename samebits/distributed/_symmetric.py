@@ -44,24 +44,25 @@ class Space:
         self._rank: int = group.rank()
         self._ranks: int = group.size()
         self._inbox = _AT_ONCE // (self._ranks - 1) // 4 * 4
-        _, self._control = self._map(exchange.control_bytes(self._ranks, self._inbox), exchange.INBOXES)
+        size = exchange.control_bytes(self._ranks, self._inbox)
+        _, self._control = self._map(size, size - exchange.INBOXES)
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None) or timedelta(minutes=10)
         self._timeout = int(timeout.total_seconds() * 1e9)
         self._stream: torch.cuda.Stream | None = None
         self._grow(_LEAST)
 
-    def _map(self, size: int, zeros: int | None = None) -> tuple[Any, tuple[int, ...]]:
-        """Bytes of all ranks, and where each rank's begin. They are never freed: a graph may have them.
+    def _map(self, size: int, inboxes: int = 0) -> tuple[Any, tuple[int, ...]]:
+        """Memory of all ranks, and where each rank's begins: zeros, then so many bytes of empty inboxes.
 
-        `zeros`: how many of them are zeros, all by default. The others are those of empty inboxes.
+        It is never freed: a graph may have it.
         """
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory
 
         memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self._device)
-        memory[:zeros].zero_()
-        memory[size if zeros is None else zeros :].fill_(self._kernels.EMPTY)
+        memory.zero_()
+        memory[size - inboxes :].fill_(self._kernels.EMPTY)
         handle: Any = _symmetric_memory.rendezvous(memory, self._group.group_name)
         ranks = range(self._ranks)
         at = tuple(handle.get_buffer(r, (size,), torch.uint8, 0).data_ptr() for r in ranks)
@@ -73,7 +74,7 @@ class Space:
     def _grow(self, count: int) -> None:
         part: int = (_LEAST if count <= _LEAST else _MOST) // self._ranks
         data, at = self._map(self._kernels.data_bytes(self._ranks, part))
-        own = torch.tensor([self._kernels.most_blocks(self._device.index)], device=self._device)
+        own = torch.tensor([self._kernels.most_blocks(self._ranks, self._device.index)], device=self._device)
         blocks = int(all_gather(own, self._group.group_name).min())  # and all memory is as it starts now
         memory = self._kernels.Memory(
             *(self._device.index, self._rank, self._control, self._inbox, at, part, self._timeout),

@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 BLOCKS = 1024  # of a launch at most
-_PER_SM = 4  # blocks on a multiprocessor
 _THREADS, _QUADS = 256, 2  # as in the source
 EMPTY = 0xFF  # each byte of an inbox that nothing has come to
 STATE = 2 * BLOCKS * 8 * 4  # bytes of flags, of up to 8 ranks, before the state
@@ -96,9 +95,9 @@ def _loaded(entry: str, ranks: int, device: int) -> runtime.Kernel:
     return runtime.load(spec(ranks, devices.device_info(device).arch.copies_tiles), device)
 
 
-def most_blocks(device: int) -> int:
-    """Blocks that run at once on a device."""
-    return min(_PER_SM * devices.device_info(device).sm_count, BLOCKS)
+def most_blocks(ranks: int, device: int) -> int:
+    """Blocks that run at once on a device. With eight ranks, a multiprocessor has registers for three."""
+    return min((3 if ranks == 8 else 4) * devices.device_info(device).sm_count, BLOCKS)
 
 
 def _kinds(out: Tensor, bias: Tensor | None) -> tuple[int, int]:

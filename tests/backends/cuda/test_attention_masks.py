@@ -110,7 +110,6 @@ def test_lines_of_a_mask_that_one_copy_brings(x: Attention, lines: int) -> None:
 
 @needs_compiler
 @pytest.mark.long
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("of_mask", [None, torch.bool, BF16, F32], ids=str)
 @pytest.mark.parametrize("size", [64, 128])
 def test_shared_memory_is_what_kernels_declare(of_mask: torch.dtype | None, size: int) -> None:

@@ -131,7 +131,6 @@ def _kind(s: schedule_sm90.Sm90Schedule) -> schedule_sm90.Sm90Schedule:
 
 
 @pytest.mark.long
-@pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize(("a_mn", "b_mn"), LAYOUTS)

@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from samebits.backends.cuda import compiler
 from tests.support import host_kernels
 
@@ -17,6 +19,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @host_kernels.needs_compiler
 def test_every_place_of_sums_gives_the_tree(tmp_path: Path) -> None:
     header = (compiler.INCLUDE / "segments_sm90.cuh").read_text()

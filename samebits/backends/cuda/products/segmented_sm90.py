@@ -42,7 +42,7 @@ _STALL = 400  # cycles between the segments of a warpgroup
 _STALL_JOINED = 3500  # cycles between its groups of segments, if segments of a group follow without a break
 _TO_L2 = 18  # bytes a cycle between a multiprocessor and L2, of sums that wait, beside loads of operands
 _TO_SHARED = 100  # to shared memory: assumed
-_SHORT_RING = 1.04  # factor of the time
+_SHORT_RING = 1.04  # factor of the time, for a ring of _LEAST_STAGES
 _SMEM = 227 * 1024
 _LEAST_STAGES = 4  # beside sums in shared memory
 _CLOCK = 1750.0  # MHz
@@ -119,13 +119,12 @@ def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
     waits = segments >> _levels(segments) - _in_l2(s, segments)  # sums that wait in L2, and the last one
     l2 = 2 * (waits - 1) * _sums(s) / _TO_L2
     shared = 2 * ((segments >> held(s, segments)) - waits) * _sums(s) / _TO_SHARED
+    joined = s.warpgroups == s.share > 1 and held(s, segments) > 0  # as in the kernel
     others = s.warpgroups > s.share or s.blocks > 1  # which multiply meanwhile
-    stalls = segments * _STALL * (0.25 if others else 1.0)
-    if s.warpgroups == s.share > 1 and held(s, segments):
-        stalls = float((segments >> held(s, segments)) * _STALL_JOINED)
+    stop = _STALL_JOINED / (1 << held(s, segments)) if joined else _STALL * (0.25 if others else 1.0)
     padded = replace(p, k=segments * round_up(p.k // segments, s.block_k))
     plain = estimate(s, padded, sms) * (_SHORT_RING if s.stages == _LEAST_STAGES else 1)
-    return plain + rounds * (l2 + shared + stalls) / _CLOCK
+    return plain + rounds * (l2 + shared + segments * stop) / _CLOCK
 
 
 def candidates(p: Gemm, sms: int, light: bool) -> list[Sm90Schedule]:
