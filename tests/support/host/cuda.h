@@ -63,7 +63,12 @@ inline float __frcp_rn(float a) { return from_arithmetic(1.0f / a); }
 inline float __fsqrt_rn(float a) { return from_arithmetic(std::sqrt(a)); }
 inline float __fmaf_rn(float a, float b, float c) { return from_arithmetic(std::fma(a, b, c)); }
 
-inline float widened_half(unsigned short x) { return with_bits_of<_Float16>(x); }
+inline float widened_half(unsigned short x) {
+    const unsigned magnitude = (x & 0x7FFFu) << 13, sign = (x & 0x8000u) << 16;
+    const float y = __uint_as_float(magnitude) * 0x1p112f;  // exact, of a subnormal one, too
+    if (magnitude < 0x0F800000) return __uint_as_float(__float_as_uint(y) | sign);
+    return __uint_as_float(magnitude | 0x7F800000 | sign | (magnitude > 0x0F800000) << 22);
+}
 inline unsigned short narrowed_half(float x) {
     return x != x ? 0x7FFF : with_bits_of<unsigned short>(static_cast<_Float16>(x));
 }

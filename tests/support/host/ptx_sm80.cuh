@@ -8,7 +8,11 @@
 
 #include "convert.cuh"
 
-inline int exponent_of(float x, int lowest) { return max(std::ilogb(x), lowest); }
+inline int exponent_of(float x, int lowest) {
+    return max(int(__float_as_uint(x) >> 23 & 0xFF) - 127, lowest);
+}
+
+inline double power_of_two(int e) { return with_bits_of<double>((e + 1023ll) << 52); }
 
 // docs/contract.md, "TENSOR_CORE", with F = 24 and Z = -132.
 inline float fused(float acc, const float* a, const float* b, int lowest) {
@@ -26,12 +30,13 @@ inline float fused(float acc, const float* a, const float* b, int lowest) {
     int top = Z;
     for (const int e : exponents) top = max(top, e);
     long long sum = 0;
-    for (const double t : terms) sum += static_cast<long long>(std::trunc(std::ldexp(t, F - top)));
+    const double scale = power_of_two(F - top);
+    for (const double t : terms) sum += static_cast<long long>(t * scale);  // exact, then towards zero
     if (sum == 0) return 0;
-    const double exact = std::ldexp(double(sum), top - F);
+    const double exact = double(sum) * power_of_two(top - F);
     float y = float(exact);
-    if (std::fabs(double(y)) > std::fabs(exact) && std::fabs(exact) < std::ldexp(1.0, 128))
-        y = std::nextafter(y, 0.0f);
+    if (std::fabs(double(y)) > std::fabs(exact) && std::fabs(exact) < power_of_two(128))
+        y = __uint_as_float(__float_as_uint(y) - 1);  // the next one towards zero
     return y == 0 ? 0.0f : y;
 }
 
