@@ -276,7 +276,7 @@ __device__ __forceinline__ void consume(const Storage& shared, const Params& p, 
         wgmma_wait<0>();
         if (steps > 0) release(shared, previous, thread);
         if constexpr (TEAMS > 1) ring.skip(scheduler.stages_of_others(index + clusters, TEAMS - 1));
-        epilogue.apply(acc, shared.epilogue + warpgroup * Output::smem_bytes, p, tile, warpgroup, thread);
+        epilogue.apply(acc, shared.own + warpgroup * Output::smem_bytes, p, tile, warpgroup, thread);
     }
     epilogue.drain(thread);
 }

@@ -36,15 +36,14 @@ __all__ = ["candidates", "catalogue", "choose", "held", "plan", "schedules", "se
 
 _OTHER_REGISTERS = 38  # of a consumer, besides sums
 _MOST_HELD = 3  # levels in registers: the kernel has the code of 2^HELD segments
-_TILES = ((128, 128), (128, 192), (256, 96), (128, 96))  # that two warpgroups share
-_SHORT = (128, 128)  # of these, with a ring so short that one more level waits in shared memory
+_TILES = ((128, 192), (256, 96), (128, 96))  # that two warpgroups share
+_MAIN = (128, 128)  # these, too, also in pairs, and with a ring so short that a level waits in shared memory
+_SHORT = 5  # its stages
 _STALL = 400  # cycles between the segments of a warpgroup
 _STALL_JOINED = 3500  # cycles between its groups of segments, if segments of a group follow without a break
 _TO_L2 = 18  # bytes a cycle between a multiprocessor and L2, of sums that wait, beside loads of operands
 _TO_SHARED = 100  # to shared memory: assumed
-_SHORT_RING = 1.04  # factor of the time, for a ring of _LEAST_STAGES
 _SMEM = 227 * 1024
-_LEAST_STAGES = 4  # beside sums in shared memory
 _CLOCK = 1750.0  # MHz
 
 
@@ -75,8 +74,8 @@ def _sums(s: Sm90Schedule) -> int:
 
 def _in_shared(s: Sm90Schedule, segments: int) -> int:
     """The levels above those whose sums wait in shared memory, 0 or 1: the kernel's ``SHARED``."""
-    ring = max(s.smem(s.panel, a_mn, b_mn) for a_mn in (False, True) for b_mn in (False, True))
-    fits = s.blocks == 1 and ring + 16 + _sums(s) <= _SMEM
+    ring = max(s.smem(0, a_mn, b_mn) for a_mn in (False, True) for b_mn in (False, True))
+    fits = s.blocks == 1 and ring + _sums(s) <= _SMEM
     return min(int(fits), _levels(segments) - held(s, segments))
 
 
@@ -108,9 +107,9 @@ def catalogue(v: Sm90Variant) -> list[Sm90Schedule]:
 def _shared(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
     """Schedules for many rows whose sums wait in registers."""
     some = [Sm90Schedule(*tile, 64, 0, 2, 2) for tile in _TILES]
-    filled = [s.filled(s.panels, a_mn, b_mn) for s in some if s.fits(a_mn, b_mn)]
-    short = [replace(s, stages=_LEAST_STAGES) for s in filled if (s.block_m, s.block_n) == _SHORT]
-    return [*short, *filled]
+    main = [Sm90Schedule(*_MAIN, 64, 0, 2, 2, cluster) for cluster in (1, 2)]
+    filled = [s.filled(s.panels, a_mn, b_mn) for s in some + main if s.fits(a_mn, b_mn)]
+    return [*filled, *(replace(s, stages=_SHORT) for s in filled if (s.block_m, s.block_n) == _MAIN)]
 
 
 def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
@@ -123,16 +122,18 @@ def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
     others = s.warpgroups > s.share or s.blocks > 1  # which multiply meanwhile
     stop = _STALL_JOINED / (1 << held(s, segments)) if joined else _STALL * (0.25 if others else 1.0)
     padded = replace(p, k=segments * round_up(p.k // segments, s.block_k))
-    plain = estimate(s, padded, sms) * (_SHORT_RING if s.stages == _LEAST_STAGES else 1)
-    return plain + rounds * (l2 + shared + segments * stop) / _CLOCK
+    return estimate(s, padded, sms) + rounds * (l2 + shared + segments * stop) / _CLOCK
 
 
 def candidates(p: Gemm, sms: int, light: bool) -> list[Sm90Schedule]:
     """The schedules that :func:`choose` picks from, each as it would run."""
-    more = _shared(p.a_mn, p.b_mn) if p.m > 128 else []
-    some = [*choice_sm90.candidates(p, sms), *(choice_sm90.completed(s, p, sms) for s in more)]
-    # Pairs of 128 x 128 were up to 4 % slower. With a longer k, others were not timed.
-    return [s for s in some if _usable(s, light) and (s.cluster == 1 or p.k > kinds_sm90.LONG)]
+    some = [s for s in choice_sm90.candidates(p, sms) if s.cluster == 1 or p.k > kinds_sm90.LONG]
+    if p.m > 128:
+        # Pairs need less energy. With few tiles, not all multiprocessors have one, or blocks start late.
+        pairs = 2 if Sm90Schedule(*_MAIN, 64, 0, 2, 2).tiles(p) > 2 * sms else 1
+        own = [s for s in _shared(p.a_mn, p.b_mn) if (s.block_m, s.block_n) != _MAIN or s.cluster == pairs]
+        some += [choice_sm90.completed(s, p, sms) for s in own]
+    return [s for s in some if _usable(s, light)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -169,8 +170,9 @@ def segmented_spec(v: Sm90Variant, s: Sm90Schedule) -> compiler.KernelSpec:
     """The kernel of `v`, of a product by segments, under schedule `s`."""
     assert v.segments > 1, v
     plain, shared = spec(v, s), _in_shared(s, v.segments)
+    a_mn, b_mn = (v.b_mn, v.a_mn) if s.swap else (v.a_mn, v.b_mn)
     more = ("SEGMENTS", v.segments), ("HELD", held(s, v.segments)), ("SHARED", shared)
-    smem = plain.smem + shared * (16 + _sums(s))
+    smem = max(plain.smem, s.smem(0, a_mn, b_mn) + shared * _sums(s))  # they wait where panels are
     return replace(plain, params=plain.params + "P", constants=plain.constants + more, smem=smem)
 
 

@@ -76,6 +76,14 @@ constexpr u32 ROWS = BLOCK_M / SHARE;    // of a warpgroup
 constexpr u32 MMA_M = (ROWS + 63) / 64;  // wgmma tiles of 64 rows in a warpgroup
 using Accumulators = float[MMA_M][BLOCK_N / 2];
 
+// Segments follow each other without a break.
+constexpr bool JOINED = TEAMS == 1 && WARPGROUPS > 1 && HELD > 0;
+using Sums = SegmentSums<MMA_M, BLOCK_N / 2, JOINED>;
+// A warpgroup's own shared memory: sums wait where its epilogue works, but never while it does.
+template <typename Epilogue>
+constexpr u32 OWN_BYTES =
+    Epilogue::smem_bytes > Sums::shared_bytes ? Epilogue::smem_bytes : Sums::shared_bytes;
+
 // Named barriers; 0 is __syncthreads.
 enum : u32 {
     EPILOGUE_BARRIER = 1,
@@ -158,15 +166,15 @@ struct TileScheduler {
 };
 
 struct SharedStorage {
-    u32 a, b, epilogue, full, empty, table;
+    u32 a, b, own, full, empty, table;
 
-    __device__ SharedStorage(unsigned char* raw, u32 epilogue_bytes) {
+    __device__ SharedStorage(unsigned char* raw, u32 own_bytes) {
         u32 start = shared_address(raw);
         u32 base = (start + 1023) & ~1023u;  // a whole period of the swizzle
         a = base;
         b = a + STAGES * A_BYTES;
-        epilogue = b + STAGES * B_BYTES;
-        full = epilogue + WARPGROUPS * epilogue_bytes;
+        own = b + STAGES * B_BYTES;
+        full = own + WARPGROUPS * own_bytes;
         empty = full + STAGES * 8;
         table = empty + STAGES * 8;
     }
@@ -246,6 +254,7 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
     u32 thread = threadIdx.x % 128;
     u32 k_blocks = Scheduler::VARIED ? 0 : KBlocks::count(p.k, p.bounds, p.sequences);
     u32 clusters = gridDim.x / CLUSTER;
+    const u32 own = shared.own + warpgroup * OWN_BYTES<Epilogue>;
     Ring<STAGES> ring;
     if constexpr (Scheduler::VARIED)
         ring.skip(blocks_of_others(p, scheduler, blockIdx.x / CLUSTER, team));
@@ -320,9 +329,12 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
 #if SEGMENTS > 1
         // Whether the other team has a tile in the turn of this one's: not after the last tile of all.
         const bool others = TEAMS > 1 && (team > 0 || index + clusters < scheduler.count);
-        constexpr bool JOINED = TEAMS == 1 && WARPGROUPS > 1 && HELD > 0;
         auto begin = [&](Accumulators& acc, u32 segment, bool joined) {
             wait_for_turn(segment > 0 ? others : TEAMS > 1 && index >= clusters);
+            if (SHARED && segment == (1 << HELD) - 1) {  // soon the first sum waits in shared memory
+                epilogue.drain(thread);
+                named_barrier(EPILOGUE_BARRIER + warpgroup, 128);
+            }
             if constexpr (JOINED) multiply(acc, 0, joined);
         };
         auto go_on = [&](Accumulators& acc) {
@@ -331,14 +343,13 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
             if constexpr (!JOINED) complete();
             if (others) ring.skip(k_blocks);
         };
-        using Sums = SegmentSums<MMA_M, BLOCK_N / 2, JOINED>;
         extern __shared__ unsigned char raw[];
-        void* waiting =
-            raw + ((shared.table - shared_address(raw) + 15) & ~15u) + warpgroup * Sums::shared_bytes;
         Accumulators sets[HELD + 1];
-        Accumulators& acc =
-            Sums::all(sets, {waiting, p.sums, blockIdx.x * WARPGROUPS + warpgroup, thread, k_blocks > 0},
-                      begin, go_on, complete);
+        Accumulators& acc = Sums::all(sets,
+                                      {raw + (own - shared_address(raw)), p.sums,
+                                       blockIdx.x * WARPGROUPS + warpgroup, thread, k_blocks > 0},
+                                      begin, go_on, complete);
+        if constexpr (SHARED) named_barrier(EPILOGUE_BARRIER + warpgroup, 128);  // none waits there any more
 #else
         for (u32 block = 0; block < k_blocks; ++block) multiply(acc, block, block > 0);
         hand_on(TEAMS > 1);
@@ -349,7 +360,7 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
             ring.skip((TEAMS - 1) * k_blocks);
 #endif
 
-        epilogue.apply(acc, shared.epilogue + warpgroup * Epilogue::smem_bytes, p, tile, warpgroup, thread);
+        epilogue.apply(acc, own, p, tile, warpgroup, thread);
     }
     epilogue.drain(thread);
 }
@@ -368,7 +379,7 @@ template <typename Epilogue, typename Scheduler = TileScheduler<Epilogue>, typen
           typename Params>
 __device__ __forceinline__ void pipeline(const Params& p) {
     extern __shared__ unsigned char raw[];
-    SharedStorage shared(raw, Epilogue::smem_bytes);
+    SharedStorage shared(raw, OWN_BYTES<Epilogue>);
     u32 rank = CLUSTER == 1 ? 0 : cluster_rank();
     Scheduler scheduler(p);
 

@@ -218,7 +218,7 @@ struct ScaledConsumer {
             clear(acc);
             Blocks blocks{shared, p, tile, member, thread, ring, {p, tile, thread}, ring.stage};
             Chains<CHAINS>::run(blocks, acc, k_blocks);
-            epilogue.apply(acc, shared.epilogue + member * Epilogue::smem_bytes, p, tile, member, thread);
+            epilogue.apply(acc, shared.own + member * Epilogue::smem_bytes, p, tile, member, thread);
         }
         epilogue.drain(thread);
     }
