@@ -254,7 +254,6 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
     u32 thread = threadIdx.x % 128;
     u32 k_blocks = Scheduler::VARIED ? 0 : KBlocks::count(p.k, p.bounds, p.sequences);
     u32 clusters = gridDim.x / CLUSTER;
-    const u32 own = shared.own + warpgroup * OWN_BYTES<Epilogue>;
     Ring<STAGES> ring;
     if constexpr (Scheduler::VARIED)
         ring.skip(blocks_of_others(p, scheduler, blockIdx.x / CLUSTER, team));
@@ -344,11 +343,11 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
             if (others) ring.skip(k_blocks);
         };
         extern __shared__ unsigned char raw[];
+        void* waiting = raw + (shared.own - shared_address(raw)) + warpgroup * OWN_BYTES<Epilogue>;
         Accumulators sets[HELD + 1];
-        Accumulators& acc = Sums::all(sets,
-                                      {raw + (own - shared_address(raw)), p.sums,
-                                       blockIdx.x * WARPGROUPS + warpgroup, thread, k_blocks > 0},
-                                      begin, go_on, complete);
+        Accumulators& acc =
+            Sums::all(sets, {waiting, p.sums, blockIdx.x * WARPGROUPS + warpgroup, thread, k_blocks > 0},
+                      begin, go_on, complete);
         if constexpr (SHARED) named_barrier(EPILOGUE_BARRIER + warpgroup, 128);  // none waits there any more
 #else
         for (u32 block = 0; block < k_blocks; ++block) multiply(acc, block, block > 0);
@@ -360,7 +359,7 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
             ring.skip((TEAMS - 1) * k_blocks);
 #endif
 
-        epilogue.apply(acc, own, p, tile, warpgroup, thread);
+        epilogue.apply(acc, shared.own + warpgroup * OWN_BYTES<Epilogue>, p, tile, warpgroup, thread);
     }
     epilogue.drain(thread);
 }
