@@ -368,6 +368,7 @@ def grouped_kernels() -> Iterator[Callable[[], object]]:
 
 # Of sums in segments.
 SEGMENTED = [case for case in segments.segmented_cases(True) if case.m * case.n * case.k < 1 << 24]
+SEGMENTED += segments.TURNS
 
 
 def segmented(every: int) -> None:
@@ -375,7 +376,7 @@ def segmented(every: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     found = Report("", "", "", "", {}, True)
     contract = TENSOR_CORE.on(matmul.family(device.index))
-    cases = SEGMENTED if every == 1 else SEGMENTED[::3]
+    cases = SEGMENTED if every == 1 else [*SEGMENTED[::3], *segments.TURNS]
     segments.verify_segments(found, cases, contract, device, every == 1)
     assert found.differing == 0, found.first
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from samebits.backends.cuda.products import segmented_sm90, tensor_core_sm90
 from samebits.backends.product import Operands, Product
 from samebits.backends.reference import matmul as reference
 from samebits.contract import FMA, HOPPER, TENSOR_CORE
@@ -50,3 +51,14 @@ def test_a_wrong_schedule_is_found(wrong: bool, monkeypatch: pytest.MonkeyPatch)
     assert report.compared > 0
     assert (report.differing > 0) == wrong
     assert not wrong or (report.first is not None and report.first.schedule == "2")
+
+
+def test_blocks_take_several_tiles_where_sums_wait_in_shared_memory() -> None:
+    """For each way to store them, by TMA and without."""
+    products = [segments.unfilled_product(case, CPU) for case in segments.TURNS]
+    every = segments.tried(segments.TURNS, products, False)
+    for case, p, found in zip(segments.TURNS, products, every, strict=True):
+        assert {(s.share, s.cluster) for s in found} == {(1, 1), (2, 1), (2, 2)}
+        assert all(-(-p.m // s.block_m) * -(-p.n // s.block_n) > 2 * 132 for s in found)
+        assert all(segmented_sm90.in_shared(s, case.segments) for s in found)
+    assert [tensor_core_sm90.variant(p).aligned for p in products] == [True, False]

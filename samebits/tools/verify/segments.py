@@ -50,6 +50,8 @@ class SegmentedCase:
 SHAPES = ((1, 136, 8), (7, 264, 16), (48, 520, 72), (100, 200, 136), (136, 328, 200), (300, 520, 64),
           (512, 1032, 264), (1000, 776, 128))  # fmt: skip
 """m, n, and terms of a segment."""
+TURNS = (SegmentedCase(2184, 2056, 64, 8), SegmentedCase(2056, 2183, 64, 8))
+"""Blocks take several tiles: a sum soon waits where the tile before was stored from, by TMA or without."""
 
 
 def segmented_cases(thorough: bool) -> list[SegmentedCase]:
@@ -67,7 +69,7 @@ def segmented_cases(thorough: bool) -> list[SegmentedCase]:
         found.append(SegmentedCase(33, 70, 5 * segments, segments, kind=next(kinds), bias=True))
         found.append(SegmentedCase(9, 21, 3 * segments, segments, "TN", F32, F32, kind="brink"))
         found.append(SegmentedCase(17, 40, 8 * segments, segments, batch=3, bias=True))
-    return found if thorough else found[::2]
+    return [*(found if thorough else found[::2]), *TURNS]
 
 
 def make(
@@ -106,16 +108,22 @@ def unfilled_product(case: SegmentedCase, device: torch.device) -> Product:
 
 
 def tried(cases: Sequence[SegmentedCase], products: Sequence[Product], thorough: bool) -> list[Sequence[Any]]:
-    """The schedules of Hopper's kernel for each case: all, or those that cases of a layout share out."""
+    """The schedules of Hopper's kernel for each case: all, or those that cases of a layout share out.
+
+    For TURNS, all whose sums wait in shared memory.
+    """
     from samebits.backends.cuda.products import segmented_sm90
 
-    every: list[Sequence[Any]] = [
-        segmented_sm90.schedules(p) if segmented_sm90.supports(p, case.segments) else ()
-        for case, p in zip(cases, products, strict=True)
-    ]
+    def of(case: SegmentedCase, p: Product) -> Sequence[Any]:
+        if not segmented_sm90.supports(p, case.segments):
+            return ()
+        found = segmented_sm90.schedules(p)
+        return [s for s in found if segmented_sm90.in_shared(s, case.segments)] if case in TURNS else found
+
+    every = [of(case, p) for case, p in zip(cases, products, strict=True)]
     if thorough:
         return every
-    layouts = (case.layout for case in cases)
+    layouts = (case if case in TURNS else case.layout for case in cases)
     return [*shared_out([*zip(layouts, every, strict=True)], 1)]
 
 

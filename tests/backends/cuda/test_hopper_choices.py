@@ -172,21 +172,24 @@ def test_tiles_of_128_columns_are_for_few_rows_of_one_matrix() -> None:
     assert not tall(14336, batch=2)
 
 
-def test_segments_come_in_pairs_only_with_a_long_k() -> None:
-    def clusters(k: int) -> set[int]:
-        found = segmented_sm90.candidates(Gemm(4096, 4096, k), 132, light=True)
+def test_segments_come_in_pairs_where_tiles_are_many() -> None:
+    def clusters(m: int, n: int, k: int) -> set[int]:
+        found = segmented_sm90.candidates(Gemm(m, n, k), 132, light=True)
         return {s.cluster for s in found}
 
-    assert clusters(8192) == {1}
-    assert clusters(131_072) == {1, 2}
+    assert clusters(1024, 4096, 8192) == {1}  # two tiles of 128 x 128 for each multiprocessor, or fewer
+    assert clusters(4096, 4096, 8192) == {1, 2}
+    assert clusters(1024, 4096, 131_072) == {1, 2}
+    assert segmented_sm90.choose(Gemm(4096, 4096, 8192), 132, 8, light=True).cluster == 2
+    # The last pair would have one column of tiles for itself.
+    assert segmented_sm90.choose(Gemm(2048, 5248, 4096), 132, 8, light=True).cluster == 1
 
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "segments", "tile"),
     [
         (1024, 4096, 6144, 4, (128, 128, 6)),  # no sum waits in shared memory, so the ring has it all
-        (2048, 4096, 4096, 8, (128, 128, 4)),  # one does
-        (512, 4096, 14336, 8, (128, 128, 6)),  # with a long k it would cost more than L2
+        (2048, 4096, 4096, 8, (128, 128, 5)),  # one does
         (1024, 3072, 4096, 8, (128, 96, 7)),  # all sums wait in registers
         (256, 4096, 2048, 4, (64, 128, 8)),
     ],

@@ -32,13 +32,23 @@ from samebits.backends.cuda.products.tensor_core_sm90 import (
 )
 from samebits.backends.product import Product, need
 
-__all__ = ["candidates", "catalogue", "choose", "held", "plan", "schedules", "segmented_spec", "supports"]
+__all__ = [
+    "candidates",
+    "catalogue",
+    "choose",
+    "held",
+    "in_shared",
+    "plan",
+    "schedules",
+    "segmented_spec",
+    "supports",
+]
 
 _OTHER_REGISTERS = 38  # of a consumer, besides sums
 _MOST_HELD = 3  # levels in registers: the kernel has the code of 2^HELD segments
 _TILES = ((128, 192), (256, 96), (128, 96))  # that two warpgroups share
-_MAIN = (128, 128)  # these, too, also in pairs, and with a ring so short that a level waits in shared memory
-_SHORT = 5  # its stages
+_MAIN = Sm90Schedule(128, 128, 64, 0, 2, 2)  # too, also in pairs, and with a ring of _SHORT stages
+_SHORT = 5  # beside which a level waits in shared memory
 _STALL = 400  # cycles between the segments of a warpgroup
 _STALL_JOINED = 3500  # cycles between its groups of segments, if segments of a group follow without a break
 _TO_L2 = 18  # bytes a cycle between a multiprocessor and L2, of sums that wait, beside loads of operands
@@ -72,7 +82,7 @@ def _sums(s: Sm90Schedule) -> int:
     return _accumulators(s) * 4 * 128 * s.warpgroups
 
 
-def _in_shared(s: Sm90Schedule, segments: int) -> int:
+def in_shared(s: Sm90Schedule, segments: int) -> int:
     """The levels above those whose sums wait in shared memory, 0 or 1: the kernel's ``SHARED``."""
     ring = max(s.smem(0, a_mn, b_mn) for a_mn in (False, True) for b_mn in (False, True))
     fits = s.blocks == 1 and ring + _sums(s) <= _SMEM
@@ -81,7 +91,7 @@ def _in_shared(s: Sm90Schedule, segments: int) -> int:
 
 def _in_l2(s: Sm90Schedule, segments: int) -> int:
     """The levels whose sums wait in L2."""
-    return _levels(segments) - held(s, segments) - _in_shared(s, segments)
+    return _levels(segments) - held(s, segments) - in_shared(s, segments)
 
 
 def _usable(s: Sm90Schedule, light: bool) -> bool:
@@ -104,12 +114,12 @@ def catalogue(v: Sm90Variant) -> list[Sm90Schedule]:
     return [s for s in some if _usable(s, _light(v))]
 
 
-def _shared(a_mn: bool, b_mn: bool) -> list[Sm90Schedule]:
-    """Schedules for many rows whose sums wait in registers."""
-    some = [Sm90Schedule(*tile, 64, 0, 2, 2) for tile in _TILES]
-    main = [Sm90Schedule(*_MAIN, 64, 0, 2, 2, cluster) for cluster in (1, 2)]
-    filled = [s.filled(s.panels, a_mn, b_mn) for s in some + main if s.fits(a_mn, b_mn)]
-    return [*filled, *(replace(s, stages=_SHORT) for s in filled if (s.block_m, s.block_n) == _MAIN)]
+def _shared(a_mn: bool, b_mn: bool, most: int = 2) -> list[Sm90Schedule]:
+    """Schedules for many rows whose sums wait in registers, of at most so many blocks in a cluster."""
+    main = [replace(_MAIN, cluster=blocks) for blocks in range(1, most + 1)]
+    others = [Sm90Schedule(*tile, 64, 0, 2, 2) for tile in _TILES]
+    filled = [s.filled(s.panels, a_mn, b_mn) for s in main + others]
+    return [*filled, *(replace(s, stages=_SHORT) for s in filled[:most])]
 
 
 def _cost(s: Sm90Schedule, p: Gemm, sms: int, segments: int) -> float:
@@ -129,10 +139,8 @@ def candidates(p: Gemm, sms: int, light: bool) -> list[Sm90Schedule]:
     """The schedules that :func:`choose` picks from, each as it would run."""
     some = [s for s in choice_sm90.candidates(p, sms) if s.cluster == 1 or p.k > kinds_sm90.LONG]
     if p.m > 128:
-        # Pairs need less energy. With few tiles, not all multiprocessors have one, or blocks start late.
-        pairs = 2 if Sm90Schedule(*_MAIN, 64, 0, 2, 2).tiles(p) > 2 * sms else 1
-        own = [s for s in _shared(p.a_mn, p.b_mn) if (s.block_m, s.block_n) != _MAIN or s.cluster == pairs]
-        some += [choice_sm90.completed(s, p, sms) for s in own]
+        most = 2 if _MAIN.tiles(p) > 2 * sms else 1  # with fewer tiles, pairs were up to 6 % slower
+        some += [choice_sm90.completed(s, p, sms) for s in _shared(p.a_mn, p.b_mn, most)]
     return [s for s in some if _usable(s, light)]
 
 
@@ -169,7 +177,7 @@ def schedules(p: Product) -> Sequence[Sm90Schedule]:
 def segmented_spec(v: Sm90Variant, s: Sm90Schedule) -> compiler.KernelSpec:
     """The kernel of `v`, of a product by segments, under schedule `s`."""
     assert v.segments > 1, v
-    plain, shared = spec(v, s), _in_shared(s, v.segments)
+    plain, shared = spec(v, s), in_shared(s, v.segments)
     a_mn, b_mn = (v.b_mn, v.a_mn) if s.swap else (v.a_mn, v.b_mn)
     more = ("SEGMENTS", v.segments), ("HELD", held(s, v.segments)), ("SHARED", shared)
     smem = max(plain.smem, s.smem(0, a_mn, b_mn) + shared * _sums(s))  # they wait where panels are

@@ -311,7 +311,7 @@ struct Output {
             store<OUTPUT>(acc, p, tile, thread);
         }
     }
-    // The block may not leave while TMA still reads its shared memory.
+    // The block may neither leave nor use its shared memory for something else while TMA still reads it.
     __device__ __forceinline__ void drain(u32 thread) {
         if constexpr (BY_TMA) {
             if (thread == 0) tma_store_wait_read<0>();

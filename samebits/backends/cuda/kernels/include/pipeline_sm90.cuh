@@ -19,7 +19,7 @@
 //   empty[stage]           mbarrier, consumers to producers: every consumer of the stage has read it. With a
 //                          cluster these are the consumers of all its blocks, for each block loads a slice of
 //                          A for all of them
-//   EPILOGUE_BARRIER       named, one for each warpgroup: for the epilogue alone
+//   EPILOGUE_BARRIER       named, one for each warpgroup: for what it does with its own shared memory
 //   CLEARED_BARRIER        named, one for each team: rows of k past the end of a sequence are zeros (RAGGED)
 //   ORDER_BARRIER          named, one for each team: the other team has left the ring, this one may wait for
 //                          its stages
@@ -41,7 +41,7 @@
 //   prefetch_maps(p)       for its own tensor maps
 //   init(acc, ...)         what the chains of a tile start from
 //   apply(acc, ...)        what becomes of them
-//   drain(thread)          before the block leaves
+//   drain(thread)          until nothing reads its shared memory
 // With SEGMENTS, k is cut into so many segments, of p.k each. The operands' maps have them as batches, so that
 // what lies past a segment's end reads as zero. Their sums are added by a tree (segments_sm90.cuh). Teams take
 // turns with every segment: while one adds, the other multiplies. One team of several warpgroups adds a segment
@@ -81,7 +81,7 @@ constexpr bool JOINED = TEAMS == 1 && WARPGROUPS > 1 && HELD > 0;
 using Sums = SegmentSums<MMA_M, BLOCK_N / 2, JOINED>;
 // A warpgroup's own shared memory: sums wait where its epilogue works, but never while it does.
 template <typename Epilogue>
-constexpr u32 OWN_BYTES =
+constexpr u32 WARPGROUP_BYTES =
     Epilogue::smem_bytes > Sums::shared_bytes ? Epilogue::smem_bytes : Sums::shared_bytes;
 
 // Named barriers; 0 is __syncthreads.
@@ -330,7 +330,7 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
         const bool others = TEAMS > 1 && (team > 0 || index + clusters < scheduler.count);
         auto begin = [&](Accumulators& acc, u32 segment, bool joined) {
             wait_for_turn(segment > 0 ? others : TEAMS > 1 && index >= clusters);
-            if (SHARED && segment == (1 << HELD) - 1) {  // soon the first sum waits in shared memory
+            if (SHARED && segment == (HELD > 0)) {  // soon a sum waits where the last tile's panels are
                 epilogue.drain(thread);
                 named_barrier(EPILOGUE_BARRIER + warpgroup, 128);
             }
@@ -343,7 +343,7 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
             if (others) ring.skip(k_blocks);
         };
         extern __shared__ unsigned char raw[];
-        void* waiting = raw + (shared.own - shared_address(raw)) + warpgroup * OWN_BYTES<Epilogue>;
+        void* waiting = raw + (shared.own - shared_address(raw)) + warpgroup * WARPGROUP_BYTES<Epilogue>;
         Accumulators sets[HELD + 1];
         Accumulators& acc =
             Sums::all(sets, {waiting, p.sums, blockIdx.x * WARPGROUPS + warpgroup, thread, k_blocks > 0},
@@ -359,7 +359,7 @@ __device__ __forceinline__ void consumer(const SharedStorage& shared, const Para
             ring.skip((TEAMS - 1) * k_blocks);
 #endif
 
-        epilogue.apply(acc, shared.own + warpgroup * OWN_BYTES<Epilogue>, p, tile, warpgroup, thread);
+        epilogue.apply(acc, shared.own + warpgroup * WARPGROUP_BYTES<Epilogue>, p, tile, warpgroup, thread);
     }
     epilogue.drain(thread);
 }
@@ -378,7 +378,7 @@ template <typename Epilogue, typename Scheduler = TileScheduler<Epilogue>, typen
           typename Params>
 __device__ __forceinline__ void pipeline(const Params& p) {
     extern __shared__ unsigned char raw[];
-    SharedStorage shared(raw, OWN_BYTES<Epilogue>);
+    SharedStorage shared(raw, WARPGROUP_BYTES<Epilogue>);
     u32 rank = CLUSTER == 1 ? 0 : cluster_rank();
     Scheduler scheduler(p);
 
