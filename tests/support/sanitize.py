@@ -368,7 +368,6 @@ def grouped_kernels() -> Iterator[Callable[[], object]]:
 
 # Of sums in segments.
 SEGMENTED = [case for case in segments.segmented_cases(True) if case.m * case.n * case.k < 1 << 24]
-SEGMENTED += segments.TURNS
 
 
 def segmented(every: int) -> None:
@@ -376,14 +375,15 @@ def segmented(every: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     found = Report("", "", "", "", {}, True)
     contract = TENSOR_CORE.on(matmul.family(device.index))
-    cases = SEGMENTED if every == 1 else [*SEGMENTED[::3], *segments.TURNS]
+    cases = [*SEGMENTED[:: 1 if every == 1 else 3], *segments.TURNS]
     segments.verify_segments(found, cases, contract, device, every == 1)
     assert found.differing == 0, found.first
 
 
 def segmented_kernels() -> Iterator[Callable[[], object]]:
     """Calls that load its kernels."""
-    return segments.loads(SEGMENTED, torch.device("cuda", torch.cuda.current_device()), True)
+    cases = [*SEGMENTED, *segments.TURNS]
+    return segments.loads(cases, torch.device("cuda", torch.cuda.current_device()), True)
 
 
 # Of fused layers: one of each kind of a kernel's cases.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from samebits.backends.cuda import devices
 from samebits.backends.cuda.products import segmented_sm90, tensor_core_sm90
 from samebits.backends.product import Operands, Product
 from samebits.backends.reference import matmul as reference
@@ -15,6 +16,7 @@ from samebits.contract import FMA, HOPPER, TENSOR_CORE
 from samebits.tools.verify import segments
 from samebits.tools.verify.report import Report
 from samebits.tools.verify.segments import SegmentedCase, segmented_cases
+from tests.support.fake_gpu import INFO
 
 CPU, HELD_TO = torch.device("cpu"), TENSOR_CORE.on(HOPPER)
 
@@ -53,8 +55,9 @@ def test_a_wrong_schedule_is_found(wrong: bool, monkeypatch: pytest.MonkeyPatch)
     assert not wrong or (report.first is not None and report.first.schedule == "2")
 
 
-def test_blocks_take_several_tiles_where_sums_wait_in_shared_memory() -> None:
+def test_blocks_take_several_tiles_where_sums_wait_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each way to store them, by TMA and without."""
+    monkeypatch.setattr(devices, "device_info", lambda device: INFO)
     products = [segments.unfilled_product(case, CPU) for case in segments.TURNS]
     every = segments.tried(segments.TURNS, products, False)
     for case, p, found in zip(segments.TURNS, products, every, strict=True):
