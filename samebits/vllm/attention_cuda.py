@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from samebits.engines.refusals import RefusedError
 from samebits.vllm.attention import NAME, PagedAttention
 
 __all__ = ["SamebitsBackend"]
@@ -43,6 +44,20 @@ class SamebitsMetadataBuilder(FlashAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.aot_schedule = False  # of FlashAttention's kernel
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        """In a larger graph, the last of the sequences that only pad a step has all of its padding."""
+        x = common_attn_metadata
+        starts = x.query_start_loc_cpu
+        if starts[-1] < x.num_actual_tokens:
+            if starts[-2] < starts[-1]:
+                raise RefusedError(
+                    f"cudagraph_mode with {x.num_reqs} sequences in a graph of as many",
+                    "the last one would have the padding's queries",
+                    "give FULL_DECODE_ONLY",
+                )
+            x.query_start_loc[-1:].fill_(x.num_actual_tokens)
+        return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False

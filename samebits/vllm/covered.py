@@ -82,11 +82,13 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         yield f"runner={model.runner_type!r}", "only the log-probs of generated text are covered", _LATER
     if model.is_multimodal_model:
         yield "a multimodal model", "images, audio and their encoders are not covered", _LATER
-    expanded = current_platform.is_cpu()  # whether that form is covered
-    if getattr(model.hf_text_config, "kv_lora_rank", None) and not (model.use_mla or expanded):
+    on_cpu = current_platform.is_cpu()
+    if getattr(speculative, "method", None) == "draft_model" and not on_cpu:
+        yield "speculation by a draft model", "it has not been proven on a GPU", "propose by n-grams"
+    if getattr(model.hf_text_config, "kv_lora_rank", None) and not (model.use_mla or on_cpu):
         hint = "set VLLM_MLA_DISABLE=0, and call samebits.latent.absorb(model) in the trainer"
         yield "MLA in its expanded form", "it has not been proven on a GPU", hint
-    otherwise = "set VLLM_MLA_DISABLE=1" if expanded else _LATER
+    otherwise = "set VLLM_MLA_DISABLE=1" if on_cpu else _LATER
     if model.use_mla and config.quant_config is not None:
         yield "MLA with quantized weights", "kv_b_proj is applied in 16 bits", otherwise
     if model.use_mla and config.lora_config is not None:

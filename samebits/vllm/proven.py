@@ -40,6 +40,7 @@ ROUNDED_ONCE = ("GptOssForCausalLM",)
 
 COVERED = (
     ("dense decoders", "yes", "yes"),
+    ("vLLM's Transformers backend", "yes", "Qwen3; DeepSeek-V2, V3 and GLM-4-MoE-lite by absorbed MLA"),
     ("mixtures of experts", "yes", "Qwen3-MoE, GPT-OSS; DeepSeek-V2, V3 and GLM-4-MoE-lite by absorbed MLA"),
     (
         "recurrent layers of Mamba 2 and of gated delta rules, prefixes, preemption",
@@ -51,15 +52,19 @@ COVERED = (
     ("block FP8 of mixtures of experts, both ways", "yes", "checkpoints"),
     ("adapters (LoRA), several in a batch", "yes", "yes"),
     ("chunked prefill, prefix cache, preemption, `n > 1`", "yes", "yes"),
-    ("log-probs of prompts", "yes", "not run"),
-    ("`processed_logprobs` with a temperature, top-k, top-p", "yes", "not run"),
-    ("heads in float32 (`head_dtype`)", "yes", "not run"),
-    ("penalties, logit biases, `min_p`: raw log-probs", "yes", "not run"),
-    ("structured outputs: raw log-probs", "yes", "not run"),
-    ("speculation by n-grams or a draft model", "yes", "not run"),
-    ("new weights by `load_weights` and `reload_weights`", "yes", "by TRL"),
+    ("log-probs of prompts", "yes", "yes"),
+    ("`processed_logprobs` with a temperature, top-k, top-p", "yes", "yes"),
+    ("heads in float32 (`head_dtype`)", "yes", "yes"),
+    ("penalties, logit biases, `min_p`: raw log-probs", "yes", "yes"),
+    ("structured outputs: raw log-probs", "yes", "yes"),
+    ("speculation by n-grams", "yes", "yes"),
+    ("speculation by a draft model", "yes", "refused"),
+    ("new weights by `load_weights` and `reload_weights`", "yes", "yes"),
+    ("weights by IPC handles", "vLLM takes none", "yes"),
+    ("weights by NCCL", "vLLM takes none", "not run"),
+    ("sleep mode, levels 1 and 2", "vLLM has none", "yes"),
+    ("chosen experts, told and replayed", "yes", "yes"),
     ("`tensor_parallel_size` of 1, 2, 4, with sums in segments", "yes", "2: Llama, Qwen3-MoE"),
-    ("sleep mode, weights by NCCL or IPC handles", "vLLM has none", "not run"),
 )
 """What was compared with ``transformers``, every token with the same bits: on CPUs with 0.32.0, on GPUs with
 0.26.0."""

@@ -44,16 +44,14 @@ def install(hooks: Hooks) -> None:
     else:  # before 0.27
         hooks.replace(fuser, "get_fuser", _none, "module")
         own = base.Base.create_attention_instances
-        hooks.replace(base.Base, "create_attention_instances", _or_latent(own), "self")
+        hooks.replace(base.Base, "create_attention_instances", _as_modules(own), "self")
 
 
-def _or_latent(own: Callable[..., dict[int, nn.Module]]) -> Callable[..., dict[int, nn.Module]]:
-    """`own`; layers of latent attention become modules of the model, where ``covered.py`` looks at them."""
+def _as_modules(own: Callable[..., dict[int, nn.Module]]) -> Callable[..., dict[int, nn.Module]]:
+    """`own`, or layers of latent attention, as modules of the model: ``covered.py`` looks at those."""
 
     def create_attention_instances(self: Any) -> dict[int, nn.Module]:
-        if not self.model_config.use_mla:
-            return own(self)
-        found = mla.instances(self)
+        found = mla.instances(self) if self.model_config.use_mla else own(self)
         self.samebits_attention = nn.ModuleDict({str(i): layer for i, layer in found.items()})
         return found
 

@@ -56,6 +56,8 @@ def _overrides_once() -> None:
     """
     from vllm.platforms import current_platform
 
+    if not current_platform.register_triton_kernel_overrides:
+        return  # vLLM 0.26 has none
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
 
@@ -80,6 +82,8 @@ def engine(folders: Callable[[str], Path]) -> Iterator[Engine]:
             "enable_prefix_caching": False,
             "disable_log_stats": True,
         }
+        if on() == "cuda":
+            defaults["gpu_memory_utilization"] = 0.2  # of several engines, and of trainers
         folder = name if isinstance(name, Path) else folders(name)
         return LLM(str(folder), **defaults | samebits.vllm.options() | options)
 
@@ -106,14 +110,22 @@ def generate(llm: Any, ids: list[list[int]], lora_request: Any = None, **options
     return llm.generate(asked, params, use_tqdm=False, lora_request=lora_request)
 
 
+def on() -> str:
+    """The kind of device that the engine runs on."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
 def trainer(folder: Path, **options: Any) -> Any:
-    """The model of ``transformers``, as a trainer has it."""
+    """The model of ``transformers``, as a trainer has it, on the engine's device."""
     import torch
     from transformers import AutoModelForCausalLM
 
     import samebits
 
     samebits.transformers.register()
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="samebits", **options
-    ).eval()
+    )
+    return model.eval().to(on())
