@@ -46,10 +46,13 @@ class SamebitsMetadataBuilder(FlashAttentionMetadataBuilder):
         self.aot_schedule = False  # of FlashAttention's kernel
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """In a larger graph, the last of the sequences that only pad a step has all of its padding."""
+        """In a larger graph, the last of the sequences that only pad a step has all of its padding.
+
+        Sequences of one query each need no starts: see :meth:`PagedAttention.attend`.
+        """
         x = common_attn_metadata
-        starts = x.query_start_loc_cpu
-        if starts[-1] < x.num_actual_tokens:
+        starts, one_each = x.query_start_loc_cpu, x.max_query_len == 1 and x.num_reqs == x.num_actual_tokens
+        if not one_each and starts[-1] < x.num_actual_tokens:
             if starts[-2] < starts[-1]:
                 raise RefusedError(
                     f"cudagraph_mode with {x.num_reqs} sequences in a graph of as many",

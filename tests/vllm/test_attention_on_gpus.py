@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ def built(monkeypatch: pytest.MonkeyPatch, starts: list[int], tokens: int) -> li
         query_start_loc_cpu=on_cpu,
         num_actual_tokens=tokens,
         num_reqs=len(starts) - 1,
+        max_query_len=max(b - a for a, b in itertools.pairwise(starts)),
     )
     builder = object.__new__(attention_cuda.SamebitsMetadataBuilder)
     found: list[int] = builder.build(0, step, fast_build=True)
@@ -40,6 +42,8 @@ def test_padding_belongs_to_a_sequence_that_pads(monkeypatch: pytest.MonkeyPatch
     assert built(monkeypatch, STARTS, 16) == [0, 4, 8, 12, 16]
     assert built(monkeypatch, STARTS, 12) == STARTS
     assert built(monkeypatch, [0, 1, 2], 2) == [0, 1, 2]
+    assert built(monkeypatch, [0, 1, 2, 2, 2], 4) == [0, 1, 2, 2, 2]  # nobody reads them
+    assert built(monkeypatch, [0, 1, 2, 2], 4) == [0, 1, 2, 4]
 
 
 def test_a_sequence_takes_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,7 @@ def test_segments_come_in_pairs_where_tiles_are_many() -> None:
     [
         (1024, 4096, 6144, 4, (128, 128, 6)),  # no sum waits in shared memory, so the ring has it all
         (2048, 4096, 4096, 8, (128, 128, 5)),  # one does
+        (2048, 4096, 14336, 8, (128, 128, 5)),  # with a long k, too
         (1024, 3072, 4096, 8, (128, 96, 7)),  # all sums wait in registers
         (256, 4096, 2048, 4, (64, 128, 8)),
     ],
