@@ -42,6 +42,9 @@ def _engine_config(own: Callable[..., Any]) -> Callable[..., Any]:
         # What the engine says of itself, however it was asked.
         self.additional_config = {**(self.additional_config or {}), "samebits": asked or True}
         config = own(self, *args, **kwargs)
+        draft = config.speculative_config
+        if draft is not None and draft.attention_backend is None:  # else vLLM would choose one for it
+            draft.attention_backend = config.attention_config.backend
         check_config(config)
         return config
 

@@ -83,8 +83,6 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
     if model.is_multimodal_model:
         yield "a multimodal model", "images, audio and their encoders are not covered", _LATER
     on_cpu = current_platform.is_cpu()
-    if getattr(speculative, "method", None) == "draft_model" and not on_cpu:
-        yield "speculation by a draft model", "it has not been proven on a GPU", "propose by n-grams"
     if getattr(model.hf_text_config, "kv_lora_rank", None) and not (model.use_mla or on_cpu):
         hint = "set VLLM_MLA_DISABLE=0, and call samebits.latent.absorb(model) in the trainer"
         yield "MLA in its expanded form", "it has not been proven on a GPU", hint

@@ -124,18 +124,6 @@ def test_speculation(
         check_config(config)
 
 
-def test_a_draft_model_on_a_gpu(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from samebits.vllm import covered
-
-    _, config = loaded
-    speculative = SimpleNamespace(method="draft_model", draft_model_config=None)
-    monkeypatch.setattr(config, "speculative_config", speculative)
-    assert not [*covered._found(config)]
-    monkeypatch.setattr(covered, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    what, reason, _ = next(covered._found(config))
-    assert (what, reason) == ("speculation by a draft model", "it has not been proven on a GPU")
-
-
 def test_several_gpus(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Options and layers whose sums over ranks have another order."""
     from samebits.vllm.covered import check_config
