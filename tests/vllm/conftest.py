@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -85,13 +86,15 @@ def engine(folders: Callable[[str], Path]) -> Iterator[Engine]:
         if on() == "cuda":
             defaults["gpu_memory_utilization"] = 0.2  # of several engines, and of trainers
         folder = name if isinstance(name, Path) else folders(name)
+        gc.freeze()  # vLLM collects five times as it starts, and would look at all that was imported
         return LLM(str(folder), **defaults | samebits.vllm.options() | options)
 
     try:
         yield start
     finally:
         samebits.vllm.disable()
-        cleanup_dist_env_and_memory()
+        if torch.distributed.is_initialized():  # else the engine has ended already, with its last reference
+            cleanup_dist_env_and_memory()
         assert not torch.is_inference_mode_enabled()
 
 

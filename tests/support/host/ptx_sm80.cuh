@@ -1,11 +1,6 @@
 // include/ptx_sm80.cuh on a CPU: tensor-core steps as the contract has them for AMPERE, and copies that wait.
 #pragma once
 
-#include <cmath>
-#include <deque>
-#include <limits>
-#include <vector>
-
 #include "convert.cuh"
 
 inline int exponent_of(float x, int lowest) {
@@ -26,7 +21,7 @@ inline float fused(float acc, const float* a, const float* b, int lowest) {
         const bool zero = a[i] == 0 || b[i] == 0;
         exponents[i + 1] = zero ? Z : exponent_of(a[i], lowest) + exponent_of(b[i], lowest);
     }
-    if (!std::isfinite(plain)) return from_arithmetic(float(plain));
+    if (!__builtin_isfinite(plain)) return from_arithmetic(float(plain));
     int top = Z;
     for (const int e : exponents) top = max(top, e);
     long long sum = 0;
@@ -35,7 +30,7 @@ inline float fused(float acc, const float* a, const float* b, int lowest) {
     if (sum == 0) return 0;
     const double exact = double(sum) * power_of_two(top - F);
     float y = float(exact);
-    if (std::fabs(double(y)) > std::fabs(exact) && std::fabs(exact) < power_of_two(128))
+    if (__builtin_fabs(double(y)) > __builtin_fabs(exact) && __builtin_fabs(exact) < power_of_two(128))
         y = __uint_as_float(__float_as_uint(y) - 1);  // the next one towards zero
     return y == 0 ? 0.0f : y;
 }
@@ -107,24 +102,32 @@ struct Copy {
     unsigned char* to;
     const void* from;
     int given, size;
+    unsigned group;
 };
-inline std::deque<std::vector<Copy>> groups[1024];
-inline std::vector<Copy> begun[1024];
+// A thread's copies that wait, in a ring, and how many groups of them it has closed.
+struct Copies {
+    static constexpr unsigned MOST = 512;
+    Copy of[MOST];
+    unsigned first, end, groups;
 
-inline void cp_async_16(u32 to, const void* from, int given) {
-    begun[threadIdx.x].push_back({bytes + to, from, given, 16});
-}
+    void add(u32 to, const void* from, int given, int size) {
+        if (end - first == MOST) __builtin_trap();
+        of[end++ % MOST] = {bytes + to, from, given, size, groups};
+    }
+};
+inline Copies copies[1024];
+
+inline void cp_async_16(u32 to, const void* from, int given) { copies[threadIdx.x].add(to, from, given, 16); }
 inline void cp_async_16(u32 to, const void* from) { cp_async_16(to, from, 16); }
-inline void cp_async_4(u32 to, const void* from) { begun[threadIdx.x].push_back({bytes + to, from, 4, 4}); }
-inline void cp_async_commit() {
-    groups[threadIdx.x].push_back(begun[threadIdx.x]);
-    begun[threadIdx.x].clear();
-}
+inline void cp_async_4(u32 to, const void* from) { copies[threadIdx.x].add(to, from, 4, 4); }
+inline void cp_async_commit() { ++copies[threadIdx.x].groups; }
 template <int PENDING>
 inline void cp_async_wait() {
-    for (auto& mine = groups[threadIdx.x]; mine.size() > PENDING; mine.pop_front())
-        for (const Copy& c : mine.front()) {
-            std::memcpy(c.to, c.from, c.given);
-            std::memset(c.to + c.given, 0, c.size - c.given);
-        }
+    Copies& mine = copies[threadIdx.x];
+    for (; mine.first != mine.end; ++mine.first) {
+        const Copy& c = mine.of[mine.first % mine.MOST];
+        if (mine.groups - c.group <= PENDING) return;
+        std::memcpy(c.to, c.from, c.given);
+        std::memset(c.to + c.given, 0, c.size - c.given);
+    }
 }

@@ -1,5 +1,6 @@
 // Sums of segments by include/segments_sm90.cuh, whose tensor cores are copies that land late: as soon as the
 // header may use them, and no sooner. CASES includes it under each set of macros, and has `run_cases`.
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 
