@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All benchmarks that want a GPU, one after the other, in some fifty minutes: bash benchmarks/gpu.sh OUT [COMMIT [NAME...]]
+# All benchmarks that want a GPU, one after the other, in about an hour: bash benchmarks/gpu.sh OUT [COMMIT [NAME...]]
 #
 # With OUT, results go there and not into benchmarks/results/; COMMIT names what is measured where git cannot tell. NAME: only
 # these, such as bench and attention. On a host of several GPUs, each may measure others, on CPUs of its own:
@@ -28,21 +28,21 @@ measure() { # NAME SECONDS COMMAND...
 measure logp 150 logp
 measure peers 200 peers
 measure models 170 models
-measure steps 200 steps
-measure rows 90 rows
+measure steps 450 steps
+measure rows 150 rows
 measure fused 180 fused
 measure grouped 240 grouped
-measure host 90 host
+measure host 120 host
 measure recurrent 300 recurrent --limit 30
 measure hybrids 300 hybrids
 measure native 200 native
-measure scaled 90 scaled --only scaled
+measure scaled 120 scaled --only scaled
 measure scaled_grouped 60 scaled --only scaled_grouped
 measure unaligned 60 unaligned
 measure fp8_accuracy 60 fp8_accuracy
 measure fp8_invariance 180 fp8_invariance
-measure segments 120 segments
-measure segments_float32 120 segments --float32 --rows 1 8 64 512 2048
+measure segments 200 segments
+measure segments_float32 150 segments --float32 --rows 1 8 64 512 2048
 measure held_out 300 held_out
 measure bench 450 gpu
 measure attention 450 attention

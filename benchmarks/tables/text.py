@@ -40,6 +40,8 @@ def measured_on_gpu(data: dict[str, Any]) -> str:
 def measured_at(gpu: str, files: Iterable[str]) -> str:
     """Where, when and at which commits all of these results of a GPU were measured."""
     made = [load(f"{gpu}/{name}")["environment"] for name in files if gpu in measured(name)]
+    made.sort(key=lambda e: e["date"])
     dates, commits = (list(dict.fromkeys(e[key][:10] for e in made)) for key in ("date", "commit"))
-    commit = " and ".join(f"`{commit}`" for commit in commits)
-    return f"Measured {' and '.join(dates)} at commit {commit} on one {made[0]['gpu']}"
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    at = " and ".join(f"`{commit}`" for commit in commits)
+    return f"Measured {when} at commit {at} on one {made[0]['gpu']}"
