@@ -78,6 +78,9 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         yield f"speculative_config of method {speculative.method!r}", only, "choose one of these"
     if speculative is not None and getattr(speculative, "rejection_sample_method", "standard") != "standard":
         yield "rejection_sample_method", "its tokens are not the target's", "do not set it"
+    if speculative is not None and model.logprobs_mode.startswith("processed"):
+        what = f"speculative_config with logprobs_mode={model.logprobs_mode!r}"
+        yield what, "log-probs where tokens are rejected are not a trainer's", "ask for raw ones"
     if model.runner_type != "generate":
         yield f"runner={model.runner_type!r}", "only the log-probs of generated text are covered", _LATER
     if model.is_multimodal_model:
@@ -92,9 +95,8 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
     if model.use_mla and config.lora_config is not None:
         yield "MLA with enable_lora", "adapters of kv_b_proj are not applied", otherwise
     yield from _found_of_states(config)
-    draft = getattr(speculative, "draft_model_config", None)
-    if draft is not None and draft.is_hybrid:
-        yield f"a draft model {draft.architecture}", "its layers with a state are not covered", _LATER
+    if getattr(speculative, "method", None) == "draft_model":
+        yield from _found_of_a_draft(speculative, config.attention_config.backend)
     if getattr(config, "watermark_config", None) is not None:
         yield "watermark_config", "it changes what tokens are sampled from", "do not set it"
     dtype = config.cache_config.cache_dtype
@@ -106,6 +108,20 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
     for name, what in _ODDITIES.items():
         if getattr(model.hf_text_config, name, None):
             yield f"{name} in the model's configuration", f"{what} is not covered", _LATER
+
+
+def _found_of_a_draft(speculative: Any, backend: Any) -> Iterator[tuple[str, str, str]]:
+    draft, otherwise = speculative.draft_model_config, "choose another draft model, or propose by n-grams"
+    what = f"a draft model {draft.architecture}"
+    if draft.architecture not in NATIVE:
+        yield what, "vLLM's Transformers backend takes no draft models", otherwise
+    if draft.is_hybrid:
+        yield what, "its layers with a state are not covered", otherwise
+    if draft.quantization is not None:
+        yield f"{what} of quantization={draft.quantization!r}", "it is not covered", otherwise
+    if speculative.attention_backend != backend:
+        reason = f"the model has {backend}"
+        yield f"attention_backend={speculative.attention_backend} of a draft model", reason, "do not set it"
 
 
 def _found_of_states(config: Any) -> Iterator[tuple[str, str, str]]:

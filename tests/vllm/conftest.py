@@ -69,6 +69,7 @@ def engine(folders: Callable[[str], Path]) -> Iterator[Engine]:
     import torch
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.envs import disable_envs_cache
 
     import samebits.vllm
 
@@ -93,8 +94,11 @@ def engine(folders: Callable[[str], Path]) -> Iterator[Engine]:
         yield start
     finally:
         samebits.vllm.disable()
-        if torch.distributed.is_initialized():  # else the engine has ended already, with its last reference
+        if torch.distributed.is_initialized():
             cleanup_dist_env_and_memory()
+        else:  # the engine has ended already, with its last reference
+            disable_envs_cache()
+            gc.unfreeze()
         assert not torch.is_inference_mode_enabled()
 
 

@@ -15,6 +15,15 @@ SEGMENTS = {"samebits": {"segments": 8}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
+def _draft(**changed: Any) -> dict[str, Any]:
+    plain = {"architecture": "Qwen3ForCausalLM", "is_hybrid": False, "quantization": None}
+    return {
+        "method": "draft_model",
+        "attention_backend": None,
+        "draft_model_config": SimpleNamespace(**plain | changed),
+    }
+
+
 def _segments(count: int) -> dict[str, Any]:
     return {"additional_config": {"samebits": {"segments": count}}}
 
@@ -33,6 +42,11 @@ def _segments(count: int) -> dict[str, Any]:
         ),
         ("olmoe", {"hf_overrides": {"clip_qkv": 8.0}}, r"clip_qkv=8.0 .*give model_impl=.transformers"),
         ("granite_hybrid", {"enable_lora": True}, r"enable_lora with recurrent layers of GraniteMoeHybrid"),
+        (
+            "qwen3",
+            {"speculative_config": NGRAM, "logprobs_mode": "processed_logprobs"},
+            r"speculative_config with logprobs_mode='processed_logprobs': .*ask for raw ones",
+        ),
         (
             "qwen3_next",
             {"speculative_config": NGRAM},
@@ -110,10 +124,20 @@ def test_layers(loaded: tuple[Any, Any]) -> None:
     [
         ({"method": "eagle"}, r"method 'eagle': proposals by ngram or draft_model alone"),
         ({"method": "ngram", "rejection_sample_method": "synthetic"}, r"rejection_sample_method: its tokens"),
+        (
+            _draft(architecture="Starcoder2ForCausalLM"),
+            r"a draft model Starcoder2.*: .*takes no draft models",
+        ),
+        (_draft(is_hybrid=True), r"a draft model Qwen3.*: its layers with a state"),
+        (_draft(quantization="fp8"), r"a draft model Qwen3.* of quantization='fp8': it is not covered"),
+        (
+            _draft() | {"attention_backend": "other"},
+            r"attention_backend=other of a draft model: the model has",
+        ),
     ],
 )
 def test_speculation(
-    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, str], said: str
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], said: str
 ) -> None:
     from samebits.vllm.covered import check_config
 
