@@ -39,9 +39,12 @@ def measured_on_gpu(data: dict[str, Any]) -> str:
 
 def measured_at(gpu: str, files: Iterable[str]) -> str:
     """Where, when and at which commits all of these results of a GPU were measured."""
-    made = [load(f"{gpu}/{name}")["environment"] for name in files if gpu in measured(name)]
-    made.sort(key=lambda e: e["date"])
-    dates, commits = (list(dict.fromkeys(e[key][:10] for e in made)) for key in ("date", "commit"))
-    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    at = " and ".join(f"`{commit}`" for commit in commits)
-    return f"Measured {when} at commit {at} on one {made[0]['gpu']}"
+    made = sorted((load(f"{gpu}/{name}") for name in files if gpu in measured(name)), key=_date)
+    when = " to ".join(dict.fromkeys((_date(made[0]), _date(made[-1]))))
+    runs = (run for data in made for run in (data["environment"], *data.get("cases", ())) if "commit" in run)
+    at = " and ".join(dict.fromkeys(f"`{run['commit'][:10]}`" for run in runs))
+    return f"Measured {when} at commit {at} on one {made[0]['environment']['gpu']}"
+
+
+def _date(data: dict[str, Any]) -> str:
+    return str(data["environment"]["date"][:10])

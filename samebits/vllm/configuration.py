@@ -44,6 +44,7 @@ def _engine_config(own: Callable[..., Any]) -> Callable[..., Any]:
         config = own(self, *args, **kwargs)
         draft = config.speculative_config
         if draft is not None and draft.method == "draft_model" and draft.attention_backend is None:
+            # else vLLM would choose one for it
             draft.attention_backend = config.attention_config.backend
         check_config(config)
         return config

@@ -80,7 +80,7 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         yield "rejection_sample_method", "its tokens are not the target's", "do not set it"
     if speculative is not None and model.logprobs_mode.startswith("processed"):
         what = f"speculative_config with logprobs_mode={model.logprobs_mode!r}"
-        yield what, "log-probs where tokens are rejected are not a trainer's", "ask for raw ones"
+        yield what, "log-probs of the rejection sampler are not a trainer's", "ask for raw ones"
     if model.runner_type != "generate":
         yield f"runner={model.runner_type!r}", "only the log-probs of generated text are covered", _LATER
     if model.is_multimodal_model:
@@ -111,10 +111,11 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _found_of_a_draft(speculative: Any, backend: Any) -> Iterator[tuple[str, str, str]]:
+    """Of the model that proposes tokens."""
     draft, otherwise = speculative.draft_model_config, "choose another draft model, or propose by n-grams"
     what = f"a draft model {draft.architecture}"
     if draft.architecture not in NATIVE:
-        yield what, "vLLM's Transformers backend takes no draft models", otherwise
+        yield what, "it would run in a class of vLLM's that is not covered", otherwise
     if draft.is_hybrid:
         yield what, "its layers with a state are not covered", otherwise
     if draft.quantization is not None:

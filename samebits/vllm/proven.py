@@ -42,8 +42,10 @@ COVERED = (
     ("dense decoders", "yes", "yes"),
     ("vLLM's Transformers backend", "yes", "Qwen3; DeepSeek-V2, V3 and GLM-4-MoE-lite by absorbed MLA"),
     ("mixtures of experts", "yes", "Qwen3-MoE, GPT-OSS; DeepSeek-V2, V3 and GLM-4-MoE-lite by absorbed MLA"),
-    ("recurrent layers of Mamba 2 and of gated delta rules", "yes", "yes"),
-    ("the same: prefixes; preemption", "Granite 4; Qwen3-Next", "both; Qwen3-Next"),
+    (
+        "recurrent layers of Mamba 2 (Granite 4) and of gated delta rules (Qwen3-Next), prefixes, preemption",
+        *("yes", "yes, but for preemption of Granite 4"),
+    ),
     ("MLA, as expanded keys and values", "yes", "refused"),
     ("MLA in its absorbed form (`VLLM_MLA_DISABLE=0`)", "yes", "yes"),
     ("block FP8, dense: checkpoints, and weights quantized while they are loaded", "yes", "yes"),

@@ -15,6 +15,8 @@ from tests.vllm.conftest import Engine, generate, prompts, trainer
 
 pytestmark = pytest.mark.long
 
+NAMES = ["granite_hybrid", "qwen3_next"]
+
 
 def same(folder: Path, *outputs: Any) -> None:
     from samebits.vllm.check import replayed
@@ -25,7 +27,7 @@ def same(folder: Path, *outputs: Any) -> None:
         assert parity, str(parity)
 
 
-@pytest.mark.parametrize("name", ["granite_hybrid", "qwen3_next"])
+@pytest.mark.parametrize("name", NAMES)
 def test_chunks_batches_and_decoding(name: str, engine: Engine, tmp_path: Path) -> None:
     """Also where a checkpoint has decays in float32, which a trainer loads in its dtype."""
     from safetensors.torch import load_file, save_file
@@ -40,7 +42,10 @@ def test_chunks_batches_and_decoding(name: str, engine: Engine, tmp_path: Path) 
     same(folder, generate(llm, asked, prompt_logprobs=0, max_tokens=8), generate(llm, asked[4:], n=2))
 
 
-def test_preemption(engine: Engine, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_preemption(
+    name: str, engine: Engine, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     own, preempted = Scheduler._preempt_request, []
@@ -51,11 +56,11 @@ def test_preemption(engine: Engine, folders: Callable[[str], Path], monkeypatch:
 
     monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
     # A sequence takes a page for the states of each layer, and one for so many keys.
-    llm = engine("qwen3_next", block_size=32, max_model_len=256, num_gpu_blocks_override=8, max_num_seqs=2)
+    llm = engine(name, block_size=32, max_model_len=256, num_gpu_blocks_override=8, max_num_seqs=2)
     page = llm.llm_engine.vllm_config.cache_config.block_size
     outputs = generate(llm, prompts(2, page - 6, page - 3), max_tokens=10)
     assert preempted
-    same(folders("qwen3_next"), outputs)
+    same(folders(name), outputs)
 
 
 def test_vllm_finds_a_convolutions_inputs_first(engine: Engine) -> None:
@@ -72,9 +77,10 @@ def test_vllm_finds_a_convolutions_inputs_first(engine: Engine) -> None:
     assert own.conv_state.shape[1:] == (own.conv_dim, own.conv_kernel_size - 1)
 
 
-def test_prefix_cache(engine: Engine, folders: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_prefix_cache(name: str, engine: Engine, folders: Callable[[str], Path]) -> None:
     llm = engine(
-        *("granite_hybrid",),
+        *(name,),
         **{
             "block_size": 32,
             "max_model_len": 256,
@@ -88,4 +94,4 @@ def test_prefix_cache(engine: Engine, folders: Callable[[str], Path]) -> None:
     asked = [head + tail for tail in prompts(3, 3, 20)]
     outputs = generate(llm, asked), generate(llm, asked), generate(llm, asked[:1], n=3)
     assert min(o.num_cached_tokens for o in outputs[1]) >= page
-    same(folders("granite_hybrid"), *outputs)
+    same(folders(name), *outputs)
