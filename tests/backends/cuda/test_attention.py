@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_gradients_are_launched_in_the_order_in_which_they_wait(launches: list[A
     assert all(launch.spec.programmatic for launch in launches)
     static = 3 * 8
     assert all(launch.spec.smem + static <= GPUS["sm_90a"] for launch in launches)
+
+
+def test_gradients_that_are_contiguous_but_not_aligned_are_copied() -> None:
+    """Such as a part of what a concatenation gets. The copy engine takes multiples of 16 bytes alone."""
+    x = call(300, 300)
+    lse = torch.empty(x.lse_shape)
+    out, room = torch.empty(x.q.shape, dtype=BF16), torch.empty(x.q.numel() + 4, dtype=BF16)
+    with fake_gpu() as gpu:
+        assert room.data_ptr() % 16 == 0
+        backward_sm90.backward(x, room[4:].view(x.q.shape), out, lse)
+        copied = [launch for launch in gpu.log if launch[0] == "attention_backward_sm90.cu"]
+        assert len(copied) == 2
+        for launch in copied:
+            maps = [struct.unpack_from("@Q", launch[3], 128 * i)[0] for i in range(4)]
+            assert not any(address % 16 for address in maps)
 
 
 @pytest.mark.long

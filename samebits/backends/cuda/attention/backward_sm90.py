@@ -164,7 +164,7 @@ def backward(
     check(x)
     s = schedule or choose(x)
     if not readable(grad):
-        grad = grad.contiguous()
+        grad = grad.clone(memory_format=torch.contiguous_format)  # it may be contiguous, and not aligned
     to = Gradients.empty(x, lse2)
     find_dots(x, grad, out, lse2, to)
     operands = (x.q, x.k, x.v, grad)
