@@ -40,6 +40,7 @@ __all__ = [
     "kept",
     "refuse",
     "replayed",
+    "tied",
     "traced",
     "viewed",
 ]
@@ -78,6 +79,12 @@ def refuse(why: str) -> None:
     """If a call is being recorded, do not replay it."""
     if here.recording is not None:
         here.recording.refused = here.recording.refused or why
+
+
+def tied(a: Tensor, b: Tensor) -> None:
+    """The call follows from how far `b` begins from `a`. It is replayed only where that is as far."""
+    if here.recording is not None:
+        here.recording.tied(a, b)
 
 
 def constant(t: Tensor) -> Tensor:
@@ -263,6 +270,15 @@ class Recording:
                 patches.append((_PARAMS_AT + at, place[0], kind == "s", place[1]))
         self._launches.append((function, packed, tuple(patches)))
         self._kernels.append(kernel)
+
+    def tied(self, a: Tensor, b: Tensor) -> None:
+        """Replay the call only where `b` begins as far from `a`. Both begin where arguments do."""
+        at = a.data_ptr(), b.data_ptr()
+        of = [next((i for i, x in enumerate(self._args) if _begins_at(x, address)), None) for address in at]
+        if of[0] is None or of[1] is None:
+            refuse("the distance of what are no arguments")
+        else:
+            self._ties.add((of[0], of[1], at[1] - at[0]))
 
     def _place(self, address: int) -> tuple[int, int] | None:
         """The index of the tensor at `address`, and the bytes from its start. Refuses what is nobody's."""

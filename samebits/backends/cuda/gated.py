@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from samebits.backends import replay
 from samebits.backends.cuda import compiler, runtime
 from samebits.backends.cuda.operands import TYPES
 
@@ -68,6 +69,7 @@ def gated_into(
     if out.numel() == 0:
         return
     if up is not None and _alternate(gate, up) and (rows := _matrix(gate)).data_ptr() == gate.data_ptr():
+        replay.tied(gate, up)  # a replay finds the factors by the gates alone
         return _launch("ALTERNATING", rows, 0, 0, out, activation, limit, alpha, once)
     rows = _rows(gate)
     if up is None:

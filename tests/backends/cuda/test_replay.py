@@ -645,6 +645,37 @@ def test_arguments_that_overlap_in_part_are_refused(gpu: FakeGpu) -> None:
     assert replays(second, t(4, 256), t(4, 256)) is None
 
 
+def test_a_recipe_serves_a_distance_that_decided(gpu: FakeGpu) -> None:
+    """Gates and factors were in turns in one tensor, and a launch got the gates' address alone."""
+    call: Any = gated._operator._cuda
+    call.recipes.clear()
+    options = "silu", float("inf"), 1.702, False, False
+    x, y = t(8, 64), t(8, 64)
+
+    def launched(one: Tensor, other: Tensor) -> Any:
+        gpu.start()
+        call(one[:, ::2], other[:, 1::2], *options)
+        (launch,) = gpu.log
+        (spec,) = gpu.specs
+        values = struct.unpack("@" + spec.params, launch[3])
+        return dict(spec.constants)["FORM"], values[:2]
+
+    for one in (x, x, x, y):
+        assert launched(one, one) == ("ALTERNATING", (one.data_ptr(), 0))
+    assert call.recipe(x[:, ::2], x[:, 1::2], *options) is not None
+    form, addresses = launched(x, y)
+    assert form == "APART"
+    assert 0 not in addresses
+
+    def of_copies(one: Tensor, other: Tensor) -> Tensor:
+        copies = runtime.empty((16, 64), BF16, 0)
+        replay.tied(copies[:8], other)
+        found: Tensor = reduce._operator._cuda.run(one, False)
+        return found
+
+    assert "no arguments" in str(replays(of_copies, x, y))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_of_grouped_products_are_replayed(gpu: FakeGpu, transposed: bool) -> None:
     call: Any = _grouped._rows_gradients_on_gpu
