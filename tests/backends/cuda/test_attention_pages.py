@@ -150,6 +150,19 @@ def test_a_call_is_few_launches(layout: str) -> None:
             assert dict(spec.constants)["PAGED"] == 1
 
 
+@pytest.mark.parametrize("sizes", [(64, 64), (576, 512)])
+def test_a_table_without_columns_is_the_universal_kernels(sizes: tuple[int, int]) -> None:
+    """There are pages, but no keys: results are zeros, as on a CPU."""
+    q, k = torch.ones(2, 3, 16, sizes[0], dtype=BF16), torch.ones(4, 16, 1, sizes[0], dtype=BF16)
+    table, none = torch.zeros(2, 0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    operands = q, k, k[..., : sizes[1]]
+    given: dict[str, Any] = {"block_table": table, "key_length": none, "causal": True}
+    assert not samebits.attention(*operands, **given).any()
+    with fake_gpu() as gpu:
+        samebits.attention(*operands, **given)
+        assert [spec.source for spec in gpu.specs] == ["attention.cu"]
+
+
 def test_grids_do_not_know_lengths() -> None:
     """What a graph has captured holds for all lengths that the table allows."""
     with fake_gpu() as gpu:

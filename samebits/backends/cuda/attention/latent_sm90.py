@@ -80,6 +80,7 @@ def supports(x: Attention) -> bool:
         and devices.device_info(q.get_device()).arch.runs("attention_latent_sm90")
         and q.numel() > 0
         and k.numel() > 0
+        and x.keys > 0  # a block table may have no columns
         and q.stride(-2) != 0
         and readable(q)
         and readable(k)

@@ -177,6 +177,7 @@ def supports(x: Attention, largest_head: int = _LARGEST_HEAD) -> bool:
         and head % 8 == values % 8 == 0
         and x.q.numel() > 0
         and x.k.numel() > 0
+        and x.keys > 0  # a block table may have no columns
         and all(map(readable, (x.q, x.k, x.v)))
     )
 
