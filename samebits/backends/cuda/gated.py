@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from samebits.backends.cuda.operands import TYPES
 
 _THREADS = 256
 _NO_LIMIT = float("inf")
+_AT_ONCE = 1 << 30  # entries of an activation alone that a launch takes: they are one row, counted in 32 bits
 
 
 _PARAMS = {"gated": "PPPqqqqiff", "gated_backward": "PPPPPqqqqqqiff"}
@@ -119,8 +121,8 @@ def activation(x: Tensor, name: str) -> Tensor:
     """An activation alone, rounded, contiguous."""
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     if out.numel():
-        x, flat = x.contiguous().view(1, -1), out.view(1, -1)
-        _launch("ALONE", x, 0, 0, flat, name, _NO_LIMIT, 0.0)
+        for some, to in _pieces(x.contiguous(), out):
+            _launch("ALONE", some, 0, 0, to, name, _NO_LIMIT, 0.0)
     return out
 
 
@@ -128,12 +130,20 @@ def activation_backward(grad: Tensor, x: Tensor, name: str) -> Tensor:
     """The gradient of :func:`activation`, rounded, contiguous."""
     out = runtime.empty(x.shape, x.dtype, x.get_device())
     if out.numel():
-        g, x = (t.contiguous().view(1, -1) for t in (grad, x))
-        addresses, steps = (g.data_ptr(), x.data_ptr(), 0, out.data_ptr(), 0), (0, 0, 0, 0)
-        _launch_backward(
-            "ALONE", x.dtype, x.get_device(), g, out.numel(), addresses, steps, name, _NO_LIMIT, 0.0
-        )
+        for g, some, to in _pieces(grad.contiguous(), x.contiguous(), out):
+            addresses, steps = (g.data_ptr(), some.data_ptr(), 0, to.data_ptr(), 0), (0, 0, 0, 0)
+            _launch_backward(
+                "ALONE", x.dtype, x.get_device(), g, to.numel(), addresses, steps, name, _NO_LIMIT, 0.0
+            )
     return out
+
+
+def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Contiguous tensors of one size, each as a row, or as rows of which a launch takes one."""
+    rows = [t.view(1, -1) for t in tensors]
+    if tensors[0].numel() <= _AT_ONCE:
+        return [tuple(rows)]
+    return zip(*(row.split(_AT_ONCE, 1) for row in rows), strict=True)
 
 
 def _launch(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,6 +90,36 @@ def test_gated(monkeypatch: pytest.MonkeyPatch, activation: str, dtype: torch.dt
                 want = reference.gated(packed, None, activation, limit, 1.702, once, False)
                 gated.gated_into(mine, packed[:, n:], mine, activation, limit, 1.702, once)
                 assert_same_bits(mine, want)
+
+
+def test_an_activation_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch counts the entries of a row in 32 bits, and an activation alone has one row."""
+    host_kernels.use(monkeypatch, gated)
+    x, grad = values("special", (2, 5, 37), BF16, 1)
+    monkeypatch.setattr(gated, "_AT_ONCE", 64)
+    assert_same_bits(gated.activation(x, "silu"), reference.activation(x, "silu"))
+    want = reference.activation_backward(grad, x, "silu")
+    assert_same_bits(gated.activation_backward(grad, x, "silu"), want)
+    monkeypatch.undo()
+
+    class Packs:
+        def __init__(self, _: int, entry: str, *rest: object) -> None:
+            self._params = gated._PARAMS[entry]
+
+        def launch(self, grid: tuple[int, int, int], *params: object) -> None:
+            launched.append(struct.pack(self._params, *params))
+
+    launched: list[bytes] = []
+    monkeypatch.setattr(gated, "_kernel", Packs)
+    monkeypatch.setattr(
+        runtime, "empty", lambda shape, dtype, _: torch.empty(shape, dtype=dtype, device="meta")
+    )
+    for count in (2**31 + 1, 2**34 + 8):  # by entries, and by eight of them
+        large = torch.empty(count, dtype=BF16, device="meta")
+        for run in (gated.activation, functools.partial(gated.activation_backward, large)):
+            launched.clear()
+            run(large, "silu")
+            assert len(launched) == -(-count // 2**30)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
