@@ -405,6 +405,21 @@ def test_every_group_of_sequences_can_be_counted(
         TENSOR_CORE.plan(p)
 
 
+@pytest.mark.parametrize("step", ["mma", "fma"])
+def test_batches_that_32_bits_do_not_count_are_refused(launches: list[str], step: Any) -> None:
+    """Also of tiny matrices, by a sentence."""
+    one = torch.ones((), dtype=BF16 if step == "mma" else F32)
+
+    def problem(batch: int) -> Product:
+        x = Operands(*(one.expand(batch, 2, 2) for _ in range(3)))
+        return Product.of(x, step)
+
+    assert matmul.fastest(problem(2**31 - 2048)).name == "tiny"
+    p = problem(2**31)
+    with pytest.raises(ValueError, match="has a size above"):
+        matmul.fastest(p).plan(p)
+
+
 def test_sequences_too_long_for_one_axis_stay_apart(launches: list[str]) -> None:
     a, b = torch.ones((), dtype=BF16).expand(1, 2**20, 9, 4096), torch.ones(1, 1, 1, 8, dtype=BF16)
     b = b[..., :1].expand(1, 2**20, 4096, 8)

@@ -13,6 +13,7 @@ from samebits.backends.arch import OLDEST, SM_80
 from samebits.backends.cuda import compiler, devices, runtime
 from samebits.backends.cuda.products.plan import TYPES, CudaKernel, CudaPlan, nothing
 from samebits.backends.kernel import Step
+from samebits.backends.product import LARGEST as MOST
 from samebits.backends.product import Matrix, Product, need
 
 __all__ = ["SCHEDULES", "TINY", "TINY_FMA", "TinyMatrices", "TinySchedule", "choose_schedule", "kernel_spec"]
@@ -284,7 +285,7 @@ class TinyKernel(CudaKernel[Product, TinySchedule]):
             and p.cu_seqlens is None
             and p.a.ndim == p.b.ndim == 3
             and max(*p.a.shape[1:], p.n) <= LARGEST
-            and max(p.a.shape[0], p.b.shape[0]) > 1
+            and 1 < max(p.a.shape[0], p.b.shape[0]) <= MOST
             and isinstance(p.start, str)
         )
 
