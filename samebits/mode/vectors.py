@@ -19,6 +19,7 @@ from samebits.mode.arguments import records, tensors_of
 from samebits.ops._autograd import plainly
 from samebits.ops._operator import as_no_view, library, refuse_second_derivatives
 from samebits.ops.expand import expand
+from samebits.ops.norm_of_shards import is_sharded
 
 __all__ = ["as_operator", "in_whole_vectors", "operator_node"]
 
@@ -52,6 +53,11 @@ def in_whole_vectors(
         if flag is not None:
             in_place = options.pop("inplace", False) or any(args[flag:])
             operands = args[:flag]
+        if not torch.compiler.is_compiling() and _are_shards(tensors):
+            mine = [_of_rank(x) for x in operands]
+            out = in_whole_vectors(compute)(*mine, **{key: _of_rank(x) for key, x in options.items()})
+            out = _as_shard(out, next(filter(is_sharded, tensors)))
+            return operands[0].copy_(out) if in_place else out
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         count = math.prod(shape)
         call = None if _is_static(count) else _described(operands, options)
@@ -70,6 +76,26 @@ def in_whole_vectors(
         return into.copy_(out)
 
     return pointwise
+
+
+def _are_shards(tensors: Sequence[Any]) -> bool:
+    """Whether these are DTensors of one shape, and split alike. So a rank's parts belong together.
+
+    Tensors of no dimensions may be among them. Others, PyTorch's operators gather where they have to.
+    """
+    found = [t for t in tensors if is_sharded(t)]
+    kinds = {(t.shape, t.device_mesh, t.placements) for t in found}
+    return len(kinds) == 1 and all(is_sharded(t) or t.ndim == 0 for t in tensors)
+
+
+def _of_rank(x: Any) -> Any:
+    return x.to_local() if is_sharded(x) else x
+
+
+def _as_shard(part: Tensor, like: Any) -> Any:
+    """This rank's part of a DTensor that is split as another."""
+    made = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return type(like).from_local(part, like.device_mesh, like.placements, **made)
 
 
 def _computed(

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Adam, AdamW, Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from samebits.mode import UncoveredError, batch_invariant, set_batch_invariant_mode
 from samebits.testing import assert_same_bits
@@ -171,3 +173,54 @@ raise SystemExit(pytest.main(["-q", "-p", "no:cacheprovider", r"{__file__}", "-k
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout
+
+
+@pytest.fixture
+def two_ranks() -> Any:
+    """A mesh in which this is the first of two ranks, and nothing is exchanged."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [66, 67])  # two equal parts, and two that are not
+@pytest.mark.parametrize("kind", [k for k in OPTIMIZERS if k is not torch.optim.Rprop])  # no DTensor
+def test_steps_of_shards_exchange_nothing(kind: Any, size: int, two_ranks: Any) -> None:
+    """Operators of one tensor at a time compute a rank's part alone, as PyTorch's do."""
+    values = torch.linspace(-1, 1, size)
+
+    def sharded(t: Tensor) -> Tensor:
+        layout = {"shape": t.shape, "stride": t.stride(), "run_check": False}
+        return DTensor.from_local(t.chunk(2)[0].clone(), two_ranks, [Shard(0)], **layout)
+
+    def stepped(make: Any) -> Any:
+        p = make(values.clone()).requires_grad_()
+        optimizer = kind([p], **{"foreach": False} if "foreach" in inspect.signature(kind).parameters else {})
+        for scale in (0.1, 0.7):
+            p.grad = make(values.sin() * scale)
+            optimizer.step()
+        return p.detach()
+
+    with batch_invariant("error"), CommDebugMode() as exchanges:
+        part = stepped(sharded)
+        assert_same_bits(part.to_local(), stepped(torch.clone)[: (size + 1) // 2])
+    assert exchanges.get_total_counts() == 0
+
+
+@pytest.mark.parametrize("size", [66, 67])
+@pytest.mark.parametrize("function", [torch.exp, torch.tanh, lambda t: torch.add(t, t, alpha=0.3)])
+def test_elementwise_functions_of_shards(function: Any, size: int, two_ranks: Any) -> None:
+    whole = torch.linspace(-1, 1, size).requires_grad_()
+    part = whole.detach().chunk(2)[0].clone().requires_grad_()
+    with batch_invariant("error"):
+        want = function(whole)
+        want.backward(whole.detach().cos())
+        layout = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+        got = function(DTensor.from_local(part, two_ranks, [Shard(0)], **layout))
+        assert got.shape == whole.shape
+        assert got.placements == (Shard(0),)
+        got.to_local().backward(part.detach().cos())
+    assert_same_bits(got.to_local().detach(), want.detach()[: len(part)])
+    assert_same_bits(part.grad, whole.grad[: len(part)])
