@@ -133,6 +133,17 @@ def test_errors_in_float32(activation: str, bound: float) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 4), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "sigmoid"])
+def test_functions_of_the_mode_take_no_values(device: str, name: str, shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape, device=device).requires_grad_()
+    with samebits.batch_invariant("error"):
+        y = PYTORCH[name](x)
+        (dx,) = torch.autograd.grad(y, x, torch.empty_like(y))
+    assert y.shape == dx.shape == shape
+
+
+@on_devices
 @in_dtypes
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "sigmoid"])
 def test_functions_of_the_mode(device: str, dtype: torch.dtype, name: str) -> None:

@@ -365,7 +365,7 @@ def activation_backward(grad: Tensor, x: Tensor, name: str) -> Tensor:
 
 def activated(x: Tensor, activation: str) -> Tensor:
     """silu, sigmoid or a form of gelu in float32, contiguous."""
-    wide = _wide(x).contiguous().reshape(-1, x.shape[-1] if x.ndim else 1)
+    wide = _wide(x).contiguous().reshape(-1, _length(x))
     out = torch.empty_like(wide)
     which = getattr(activation_kernels, activation.upper())
     over_rows(wide, lambda *span: activation_kernels.activate(wide.numpy(), out.numpy(), which, *span))
@@ -399,12 +399,17 @@ def _gradient(g: Tensor, x: Tensor, activation: str, alpha: float, dtype: torch.
         of_weight = _wide(_rounded(g * x, dtype))
         of_scaled = _wide(_rounded((of_weight * (1 - weight)) * weight, dtype))
         return _rounded(_wide(_rounded(g * weight, dtype)) + _wide(_rounded(of_scaled * alpha, dtype)), dtype)
-    grads, lines = (t.contiguous().reshape(-1, x.shape[-1] if x.ndim else 1) for t in (g, x))
+    grads, lines = (t.contiguous().reshape(-1, _length(x)) for t in (g, x))
     out = torch.empty_like(lines)
     which = getattr(activation_kernels, activation.upper())
     arrays = grads.numpy(), lines.numpy(), out.numpy()
     over_rows(lines, lambda *span: activation_kernels.differentiate(*arrays, which, *span))
     return _rounded(out.view(x.shape), dtype)
+
+
+def _length(x: Tensor) -> int:
+    """Of rows in which functions of one value are computed. Those without entries could be any number."""
+    return max(1, x.shape[-1]) if x.ndim else 1
 
 
 def _wide(x: Tensor) -> Tensor:
