@@ -28,7 +28,7 @@ class OperatorRule(NamedTuple):
         replacement: takes the operator's arguments but ``out``, and returns NotImplemented for those that are
             not covered. None: all calls are reported.
         in_autograd, keys, sums: as in :class:`samebits.mode.rules.Rule`.
-        of_gradients: whether autograd adds up gradients by it.
+        of_gradients: whether it has the rule in backwards outside of contexts, too.
     """
 
     replacement: Replacement | None
@@ -93,7 +93,7 @@ def _of(rule: Rule) -> Iterator[tuple[OpOverload, OperatorRule]]:
             continue
         functional = {_kinds(op): op for op in _overloads(name) if not outs(op)}
         for op in _overloads(name):
-            of_gradients = name in rule.of_gradients and not outs(op)
+            of_gradients = (f"{name}.out" if outs(op) else name) in rule.of_gradients
             replacement = rule.as_operator or rule.replacement
             if rule.unless is not None:
                 replacement = unless(functional[_kinds(op)] if outs(op) else op, *rule.unless)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samebits.backends import broadcast, same_shape
 from samebits.mode.arguments import records, takes
-from samebits.mode.vectors import in_whole_vectors
+from samebits.mode.vectors import glu_of_halves, in_whole_vectors
 from samebits.ops.expand import expand
 from samebits.ops.reduce import mean, sum
 
@@ -19,6 +19,7 @@ __all__ = [
     "broadcasting",
     "complex_in_whole_vectors",
     "cross_entropy_of_logits",
+    "glu_in_whole_vectors",
     "loss_gradient_in_whole_vectors",
     "scaling_in_whole_vectors",
 ]
@@ -72,6 +73,19 @@ def complex_in_whole_vectors(
         return (scaled if _complex(*args, *kwargs.values()) else func)(*args, **kwargs)
 
     return pointwise
+
+
+def glu_in_whole_vectors(
+    func: Callable[..., Any], out_of_place: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """The gated unit `func`, whose operands are the halves of a tensor, :func:`in_whole_vectors`."""
+
+    def gated(input: Tensor, dim: int = -1) -> Any:
+        if not input.is_cpu or input.ndim == 0 or input.shape[dim] % 2:
+            return func(input, dim)  # it raises its errors
+        return glu_of_halves(*input.chunk(2, dim))
+
+    return gated
 
 
 def loss_gradient_in_whole_vectors(func: Callable[..., Any]) -> Callable[..., Any]:

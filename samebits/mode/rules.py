@@ -28,6 +28,7 @@ from samebits.mode.pointwise import (
     broadcasting,
     complex_in_whole_vectors,
     cross_entropy_of_logits,
+    glu_in_whole_vectors,
     loss_gradient_in_whole_vectors,
     scaling_in_whole_vectors,
 )
@@ -65,7 +66,8 @@ class Rule:
         sums: it computes in the dtype of ``out``.
         is_view: its result may be a view of its argument.
         moves: it only copies values, so a call of its operator by name is not reported.
-        of_gradients: the operators by which autograd adds up gradients.
+        of_gradients: the operators that autograd calls for gradients of functions that this library does not
+            replace: most of them add up.
         label: the name for messages, if PyTorch shows the function elsewhere.
     """
 
@@ -110,7 +112,7 @@ REPLACED = (
     Row(
         (
             Rule("mm", products.mm, lambda t: torch.mm(t.x[:, 0], t.m8)),
-            Rule("bmm", products.bmm_, lambda t: torch.bmm(t.x, t.batch_of_m8)),
+            Rule("bmm", products.bmm_, lambda t: torch.bmm(t.x, t.batch_of_m8), of_gradients=("bmm",)),
             Rule("matmul", products.matmul_, lambda t: torch.matmul(t.x, t.m8)),
             Rule("__matmul__", products.matmul_, lambda t: t.x @ t.m8),
             Rule("__rmatmul__", products.rmatmul, lambda t: t.x.__rmatmul__(t.m6)),
@@ -462,7 +464,12 @@ REPLACED = (
             Rule("gelu_", products.in_place(overrides.gelu_)),
             Rule("silu", overrides.silu_, lambda t: F.silu(t.x) + F.silu(t.x * 1, inplace=True)),
             Rule("silu_", products.in_place(overrides.silu_)),
-            Rule("sigmoid", overrides.sigmoid_, lambda t: torch.sigmoid(t.x) + F.sigmoid(t.x)),
+            Rule(
+                "sigmoid",
+                overrides.sigmoid_,
+                lambda t: torch.sigmoid(t.x) + F.sigmoid(t.x),
+                of_gradients=("sigmoid", "sigmoid.out"),
+            ),
             Rule("expit", overrides.sigmoid_, lambda t: torch.special.expit(t.x)),
             Rule("sigmoid_", products.in_place(overrides.sigmoid_), lambda t: (t.x * 1).sigmoid_()),
         ),
@@ -637,6 +644,7 @@ ELEMENTWISE = (
         Rule(name, each=complex_in_whole_vectors, each_operator=complex_in_whole_vectors, keys=_CPU)
         for name in _COMPLEX
     ),
+    Rule("glu", each=glu_in_whole_vectors, each_operator=glu_in_whole_vectors, keys=_CPU),
 )
 """They matter on a CPU, and in the gradients of what broadcasts."""
 

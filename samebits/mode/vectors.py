@@ -15,13 +15,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from samebits.backends.modes import with_context
 from samebits.mode.arguments import records, tensors_of
 from samebits.ops._autograd import plainly
 from samebits.ops._operator import as_no_view, library, refuse_second_derivatives
 from samebits.ops.expand import expand
 from samebits.ops.norm_of_shards import is_sharded
 
-__all__ = ["as_operator", "in_whole_vectors", "operator_node"]
+__all__ = ["as_operator", "glu_of_halves", "in_whole_vectors", "operator_node"]
 
 _SHARE = 1 << 14  # so few elements PyTorch's CPU loops do not divide among threads
 
@@ -147,6 +148,16 @@ def _known(function: Callable[..., Any]) -> str:
     return name
 
 
+def _glu_of_halves(x: Tensor, gate: Tensor) -> Tensor:
+    halves: Tensor = torch.ops.aten.glu.default(torch.stack([x, gate]), 0)
+    out = halves[0]
+    return out if x.is_contiguous() else torch.empty_like(x).copy_(out)  # a fake one has them, too
+
+
+glu_of_halves = in_whole_vectors(_glu_of_halves)
+"""``F.glu`` of the halves of its operand."""
+
+
 def as_operator(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """A call of an elementwise operator as one that runs PyTorch's kernel. None: it cannot be one."""
     call = _described(args, kwargs)
@@ -174,7 +185,21 @@ def _function(name: str) -> Callable[..., Any]:
 def _computing(name: str) -> Callable[..., Any]:
     """The function that has this name, as the mode computes it."""
     function = _function(name)
-    return function if name.startswith("aten::glu") else in_whole_vectors(function)  # glu halves its operand
+    if name == "aten::glu":
+        return lambda x, dim=-1: glu_of_halves(*x.chunk(2, dim))
+    if name == "aten::glu_backward":  # it has halves, too, and calls sigmoid
+        return _within(function)
+    return function if name.startswith("aten::glu_") else in_whole_vectors(function)
+
+
+def _within(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose operators are called in the context."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with with_context(True):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _is_static(count: float) -> bool:
@@ -241,7 +266,13 @@ def _gradients(grad: Tensor, function: str, call: str, tensors: Sequence[Tensor]
     with torch.enable_grad():
         out = plainly(_called)(_computing(function), call, leaves)
         found = torch.autograd.grad(out, wanted, grad, allow_unused=True, materialize_grads=True)
-    return [as_no_view(g) for g in found]
+    return [as_no_view(_laid_out(g, t)) for g, t in zip(found, wanted, strict=True)]
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """`x` with the strides that a graph was told."""
+    room = torch.empty_like(like)
+    return x if x.stride() == room.stride() else room.copy_(x)
 
 
 def _fake_gradients(grad: Tensor, function: str, call: str, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -54,7 +54,7 @@ ELEMENTWISE = Names(
     aten::*lshift__ aten::*rshift__ aten::_add_relu* aten::bitwise_* aten::copysign* aten::eq* aten::ne*
     aten::g[et] aten::g[et]_ aten::l[et] aten::l[et]_ aten::gcd_ aten::lcm_ aten::heaviside_ aten::isinf
     aten::isnan aten::hard* aten::leaky_relu* aten::masked_fill* aten::relu aten::remainder aten::threshold*
-    aten::where aten::complex aten::glu aten::glu_jvp aten::_prelu_kernel aten::log_sigmoid_forward
+    aten::where aten::complex aten::glu_jvp aten::_prelu_kernel aten::log_sigmoid_forward
     aten::fill aten::fill_ aten::_masked_scale aten::_transform_bias_rescale_qkv aten::_standard_gamma_grad
     aten::_dirichlet_grad aten::quantize_per_tensor aten::quantize_per_channel aten::dequantize
     aten::fake_quantize_*_cachemask* aten::_conj_physical

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import samebits
 from samebits.mode import inductor
 from samebits.mode.constant_masks import without_causal_masks
-from samebits.testing import assert_same_bits
+from samebits.testing import assert_same_bits, values
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -54,6 +54,27 @@ def test_a_layer(dtype: torch.dtype, device: str) -> None:
     leaves = [t.requires_grad_() for t in leaves]
     got = results(torch.compile(layer, fullgraph=True), leaves)
     for i, (g, w) in enumerate(zip(got, results(layer, leaves), strict=True)):
+        assert_same_bits(g, w, f"result {i}")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("of", ["glu", "parts"])
+def test_gradients_of_views(of: str, dynamic: bool) -> None:
+    """Of halves of a gated unit, and of what is no whole tensor: they are laid out as a graph was told."""
+    torch._dynamo.reset()
+
+    def halves(x: Tensor) -> list[Tensor]:
+        return [F.glu(x * 0.7, 1), F.glu(x.transpose(1, 2), 2)]
+
+    def parts(x: Tensor) -> list[Tensor]:
+        first, second = x.transpose(1, 2).chunk(2, 2)
+        return [first.exp() - 1, torch.atan2(first, second) * 2]
+
+    run = {"glu": halves, "parts": parts}[of]
+    x = values("normal", (3, 30, 37), torch.float32, 0).requires_grad_()
+    want = results(run, [x])
+    got = results(torch.compile(run, fullgraph=True, dynamic=dynamic), [x])
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert_same_bits(g, w, f"result {i}")
 
 

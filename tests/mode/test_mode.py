@@ -443,6 +443,56 @@ def _calls(name: str) -> list[Callable[[Tensor, Tensor], Any]]:
     return found
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.binary_cross_entropy_with_logits(x, x.detach().abs(), reduction="none"),
+        lambda x: F.binary_cross_entropy_with_logits(x, x.detach().abs()),
+        F.glu,
+        lambda x: F.affine_grid(x.view(37, 2, 3), [37, 1, 41, 43], align_corners=False),
+    ],
+    ids=["losses", "loss", "glu", "affine_grid"],
+)
+def test_gradients_by_operators_with_a_rule(function: Any, dtype: torch.dtype) -> None:
+    """Autograd computes them by ``sigmoid`` and ``bmm``, also where the backward runs outside."""
+    x = values("normal", (37, 6), dtype, 0).requires_grad_()
+    with batch_invariant("error"):
+        out = function(x)
+        seed = values("normal", tuple(out.shape), dtype, 1)
+        (want,) = torch.autograd.grad(out, x, seed, retain_graph=True)
+    (got,) = torch.autograd.grad(out, x, seed)
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "shape"), [(1, (3, 30, 37)), (-1, (37, 3, 30)), (0, (30, 111))], ids=str)
+def test_a_gated_unit_does_not_look_at_a_layout(
+    dim: int, shape: tuple[int, ...], dtype: torch.dtype, within: Within
+) -> None:
+    """As in convolutions of speech, where the halves are channels and a batch has more steps, or fewer."""
+    x = values("normal", shape, dtype, 0)
+    seed = torch.linspace(0.3, 1.7, x.numel()).view(shape).to(dtype).chunk(2, dim)[0]
+
+    def run(x: Tensor, seed: Tensor) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        with within("error"):
+            out = F.glu(leaf, dim)
+        return [out.detach(), *torch.autograd.grad(out, leaf, seed)]
+
+    wanted = run(x, seed)
+    steps = 0 if dim == -1 else -1
+    for n in (1, 5, 16):
+        part = (t.narrow(steps, 0, n) for t in (x, seed))
+        for got, want in zip(run(*part), wanted, strict=True):
+            assert_same_bits(got, want.narrow(steps, 0, n), f"{n} steps")
+    turned = x.transpose(0, -1).contiguous().transpose(0, -1)
+    for got, want in zip(run(turned, seed), wanted, strict=True):
+        assert_same_bits(got, want, "another layout")
+    with within("error"), pytest.raises(RuntimeError, match="must be even"):
+        F.glu(x.narrow(dim, 0, 29), dim)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*POINTWISE, *VARIANTS])
