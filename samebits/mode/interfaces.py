@@ -405,6 +405,8 @@ def _look_at(model: Any, args: Any, kwargs: Any) -> None:
             depends = padded or _has_keys(given.get("past_key_values"))
         if depends:
             report_by_name(f"the architecture {kind} of transformers ({_KNOWN[kind]})")
+    if kind in _STEPS and _is_step(model, given):
+        report_by_name(f"the architecture {kind} of transformers ({_STEPS[kind]})")
 
 
 _MASKS = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
@@ -422,6 +424,9 @@ _KNOWN = dict.fromkeys(
     "mpt": "a bias of positions counts from the padded end",
 }
 """Architectures whose bits depend on padding or on the cache, by their own code, and what in it does that."""
+
+_STEPS = {"recurrent_gemma": "a step of decoding sums its convolution in another order"}
+"""Architectures whose state is in their layers, and whose steps have other bits than a prefill."""
 
 _SHIFTS = {"moss_transcribe_diarize", "squeezebert"}
 """Those whose positions, or sums in layers that look otherwise, count from a row's padded start."""
@@ -442,6 +447,15 @@ def _hides(mask: Tensor) -> bool:
 
 def _has_keys(cache: Any) -> bool:
     return cache is not None and bool(cache.get_seq_length())
+
+
+def _is_step(model: Any, given: dict[str, Any]) -> bool:
+    """Whether a model is called with one token, of which it keeps a state."""
+    tokens = next((t for n in ("input_ids", "inputs_embeds") if (t := given.get(n)) is not None), None)
+    if tokens is None or tokens.shape[1] != 1:
+        return False
+    keeps = given.get("use_cache")
+    return bool(model.config.use_cache if keeps is None else keeps)
 
 
 def _trains_in_16_bits(model: nn.Module) -> bool:

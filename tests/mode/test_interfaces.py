@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -270,6 +271,20 @@ def test_what_may_depend_on_padding_is_reported(case: str, monkeypatch: pytest.M
     with CONTEXT("ignore"), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(TOKENS, **options)
+
+
+@pytest.mark.parametrize(("options", "reported"), [({}, True), ({"use_cache": False}, False)], ids=str)
+def test_a_step_that_sums_in_another_order_is_reported(options: dict[str, Any], reported: bool) -> None:
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    config = transformers.RecurrentGemmaConfig(**sizes, num_hidden_layers=3, attention_window_size=16)
+    model = transformers.RecurrentGemmaForCausalLM(config).eval()
+    told: AbstractContextManager[object] = nullcontext()
+    if reported:
+        told = pytest.raises(UncoveredError, match=r"recurrent_gemma .*another order")
+    with CONTEXT("error"), torch.no_grad():
+        model(TOKENS, **options)
+        with told:
+            model(TOKENS[:, :1], **options)
 
 
 @pytest.mark.parametrize("case", SILENT)
