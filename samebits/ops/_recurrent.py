@@ -115,9 +115,9 @@ def spans_of(
         if t is not None:
             _check_integers(op, bound, t, batch, q, name)
             if bound == "key_start":
-                start = t.to(torch.int32)[:, None].clamp(0, tokens)
+                start = t.clamp(0, tokens).to(torch.int32)[:, None]  # int64 may have more bits
             else:
-                stop = t.to(torch.int32)[:, None].clamp(0, tokens)
+                stop = t.clamp(0, tokens).to(torch.int32)[:, None]
             if not q.is_cuda and not unknown and bool(((t < 0) | (t > tokens)).any()):
                 raise ValueError(
                     f"samebits.{op}: {bound}: expected values in [0, {tokens}], got {t.tolist()}"

@@ -195,6 +195,17 @@ def test_a_sequence_has_the_same_bits_in_any_company(operation: str, dtype: torc
         assert_same_bits(packed[-1][n : n + 1], want[-1])
 
 
+@pytest.mark.parametrize(("slot", "inside"), [(2**32 + 5, 70), (-(2**32) + 5, 0)])
+def test_slots_beyond_32_bits_are_as_those_beyond_the_tokens(slot: int, inside: int) -> None:
+    """Where values are not read, in a traced call as on a GPU."""
+    given = operands("gated_delta_rule", torch.float32)
+    traced = torch.compile(samebits.gated_delta_rule, backend="eager", fullgraph=True)
+    for bound in ("key_start", "key_length"):
+        got, _ = traced(**given, **{bound: torch.tensor([9, slot])})
+        want, _ = samebits.gated_delta_rule(**given, **{bound: torch.tensor([9, inside])})
+        assert_same_bits(got, want, bound)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_states_are_cut_copied_and_reordered(operation: str) -> None:
     given = operands(operation, torch.bfloat16, tokens=75)
