@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any
 
-__all__ = ["RefusedError", "ignored"]
+__all__ = ["RefusedError", "check_entry_point", "ignored"]
 
 
 class RefusedError(ValueError):
@@ -19,6 +20,18 @@ class RefusedError(ValueError):
     def __init__(self, what: str, reason: str, remedy: str) -> None:
         super().__init__(f"samebits: {what}: {reason}. What to do: {remedy}")
         self.what = what
+
+
+def check_entry_point(group: str, engine: str) -> None:
+    """That `engine` can find samebits among its plug-ins: else it would run as it is, unsaid.
+
+    Raises:
+        RefusedError: samebits was imported from a folder, and is not installed.
+    """
+    if all(found.name != "samebits" for found in entry_points(group=group)):
+        raise RefusedError(
+            "the plug-in", f"samebits is not installed, so {engine} does not find it", "pip install a clone"
+        )
 
 
 def ignored(architecture: str, config: Any) -> str | None:

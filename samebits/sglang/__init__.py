@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from samebits.engines.refusals import RefusedError
+from samebits.engines.refusals import RefusedError, check_entry_point
 
 __all__ = ["disable", "enable", "is_enabled", "options", "register"]
 
@@ -27,13 +27,15 @@ def options() -> dict[str, Any]:
     ``SAMEBITS_SGLANG=1`` in its environment.
 
     Raises:
-        RefusedError: ``SGLANG_PLUGINS`` is set, and does not name samebits: SGLang would load no hook.
+        RefusedError: ``SGLANG_PLUGINS`` is set, and does not name samebits, or samebits is not installed:
+            SGLang would load no hook.
     """
     plugins = os.environ.get("SGLANG_PLUGINS")
     if plugins and "samebits" not in [name.strip() for name in plugins.split(",")]:
         raise RefusedError(
             f"SGLANG_PLUGINS={plugins}", "SGLang loads no other plug-ins", "name samebits in it"
         )
+    check_entry_point("sglang.srt.plugins", "SGLang")
     return {"rl_on_policy_target": "samebits"}
 
 

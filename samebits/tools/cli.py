@@ -278,7 +278,7 @@ def parity(
     new: Annotated[int, typer.Option("--new", metavar="N", min=1, help="Tokens to sample after each.")] = 64,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the prompts.")] = 0,
     memory: Annotated[
-        float, typer.Option("--memory", metavar="SHARE", min=0.05, max=0.95, help="The engine's of a GPU.")
+        float, typer.Option("--memory", metavar="SHARE", min=0.05, max=0.95, help="The engine's share.")
     ] = 0.45,
     model_impl: Annotated[
         ModelImpl, typer.Option("--model-impl", help="As in vLLM; by default what is proven.")

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from samebits.contract import TENSOR_CORE
-from samebits.engines.refusals import RefusedError
+from samebits.engines.refusals import RefusedError, check_entry_point
 
 __all__ = ["disable", "enable", "is_enabled", "options", "register"]
 
@@ -36,11 +36,13 @@ def options(*, any_version: bool = False, segments: int = 1) -> dict[str, Any]:
 
     Raises:
         ValueError: `segments` is no power of two from 1 to 64.
-        RefusedError: ``VLLM_PLUGINS`` is set, and does not name samebits: vLLM would load no hook.
+        RefusedError: ``VLLM_PLUGINS`` is set, and does not name samebits, or samebits is not installed: vLLM
+            would load no hook.
     """
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "samebits" not in plugins.split(","):
         raise RefusedError(f"VLLM_PLUGINS={plugins}", "vLLM loads no other plug-ins", "name samebits in it")
+    check_entry_point("vllm.general_plugins", "vLLM")
     TENSOR_CORE.segmented(segments)  # checks it
     return {"additional_config": {"samebits": {"any_version": any_version, "segments": segments}}}
 

@@ -22,7 +22,7 @@ class Rollout:
     Args:
         model: a folder, or a name.
         length: the most tokens of a sequence.
-        share: of a GPU's memory.
+        share: of a GPU's memory, or a CPU's.
         segments: as in :func:`samebits.vllm.options`.
         more: arguments of ``vllm.LLM``.
     """
@@ -31,10 +31,8 @@ class Rollout:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # modules are looked at
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm import LLM
-        from vllm.platforms import current_platform
 
-        if not current_platform.is_cpu():
-            more["gpu_memory_utilization"] = share
+        more["gpu_memory_utilization"] = share  # on a CPU, too, in spite of the name
         self.llm = LLM(
             *(model,),
             **{"skip_tokenizer_init": True, "max_model_len": length, "disable_log_stats": True},
