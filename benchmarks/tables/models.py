@@ -19,9 +19,8 @@ def overview() -> str:
         runs = [run["steps"] for run in data["trl_vllm"]["runs"].values()]
         stock, ours = ([sum(s[key] for s in run) for key in ("differing", "tokens")] for run in runs)
         said.append(
-            f"In {len(runs[0])} steps of TRL's GRPO with vLLM, rollout and trainer gave other bits to"
-            f" {stock[0]:,} of {stock[1]:,} log-probs in stock, and to {ours[0]:,} of {ours[1]:,}"
-            " under samebits."
+            f"In {len(runs[0])} steps of TRL's GRPO with vLLM, {stock[0]:,} of {stock[1]:,} log-probs differ"
+            f" between rollout and trainer in stock, and {ours[0]:,} of {ours[1]:,} under samebits."
         )
     rollouts: dict[str, list[str]] = {}
     for name, engine in (("vllm", "vLLM"), ("sglang_8b", "SGLang"), ("vllm_1.7b", "vLLM")):
@@ -30,9 +29,9 @@ def overview() -> str:
                 [engines.speed(of["engines"][e], w) for w in engines.WORKS] for e in ("samebits", "stock")
             ]
             beside = [ours / stock for ours, stock in zip(*speeds, strict=True)]
-            text = f"{min(beside):.2f} to {max(beside):.2f} of {engine}'s tokens/s"
+            text = f"{min(beside):.2f} to {max(beside):.2f} times stock {engine}'s tokens/s"
             rollouts.setdefault(of["model"], []).append(text)
-    costs += [f"a rollout of {model} has {' and '.join(found)}" for model, found in rollouts.items()]
+    costs += [f"{model} samples {' and '.join(found)}" for model, found in rollouts.items()]
     if "steps" in data:
         cases = steps.trained(data["steps"]).values()
         beside = [steps.best(c)["ms"] / c.get(COMPILED, c["torch"])["ms"] for c in cases]
@@ -42,7 +41,7 @@ def overview() -> str:
             f" ([table](docs/performance.md#{gpus['steps']}))"
         )
     if costs:
-        said.append(f"**What it costs**: {', '.join(costs)}; [more](#what-it-costs).")
+        said.append(f"**What it costs**: {'; '.join(costs)}; [more](#what-it-costs).")
     where = " and ".join(dict.fromkeys(of["environment"]["gpu"] for of in data.values()))
     said.append(f"[Measured](docs/performance.md#where-the-figures-come-from) on one {where}.")
     picture = "KL of rollout and trainer over steps of training; tokens per second; time of a training step"
