@@ -392,23 +392,8 @@ def _backward(
         grad = shift.new_zeros(target.shape)
     if not ctx.entropy:  # torch.compile passes an empty gradient for the missing result
         grad_entropy = None
-    gradients = _gradient(
-        *(
-            grad,
-            grad_entropy,
-            hidden,
-            weight,
-            bias,
-            target,
-            cu_seqlens,
-            ctx.main_grad,
-            entropy,
-            shift,
-            log_sum,
-            room,
-        ),
-        *(ctx.ignore_index, ctx.scale, ctx.key, needed),
-    )
+    given = hidden, weight, bias, target, cu_seqlens, ctx.main_grad, entropy, shift, log_sum, room
+    gradients = _gradient(grad, grad_entropy, *given, ctx.ignore_index, ctx.scale, ctx.key, needed)
     needed[1] = needed[1] and ctx.main_grad is None
     return *(g if n else None for g, n in zip(gradients, needed, strict=True)), *(None,) * 8
 
