@@ -126,20 +126,20 @@ def _pairs(
     if cu_seqlens_q is None and block_table is None:
         return prod(q.shape[:-1]) * k.shape[-3]
     queries = _lengths(cu_seqlens_q, q)
-    keys = _lengths(cu_seqlens_k, k) if block_table is None else _numbers(key_length, block_table.shape[0])
+    keys = _lengths(cu_seqlens_k, k) if block_table is None else _numbers(key_length)
     if queries is None or keys is None:  # their values are not known
         return prod(q.shape[:-1]) * k.shape[-3]
     return heads * sum(m * n for m, n in zip(queries, keys, strict=True))
 
 
-def _numbers(x: Tensor | None, count: int) -> list[int] | None:
+def _numbers(x: Tensor | None) -> list[int] | None:
     return None if x is None or x.is_meta or isinstance(x, FakeTensor) else x.tolist()
 
 
 def _lengths(offsets: Tensor | None, x: Tensor) -> list[int] | None:
     if offsets is None:
         return [x.shape[-3]] * x.shape[0]
-    return _numbers(offsets.diff(), len(offsets) - 1)
+    return _numbers(offsets.diff())
 
 
 _FORMULAS: dict[str, Callable[..., int]] = {

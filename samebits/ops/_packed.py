@@ -52,7 +52,7 @@ def check_packed(
         check_cu_seqlens(op, given, tokens)
 
 
-def places(rows: int, tokens: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+def places(tokens: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
     """How many tokens of its sequence lie before each, ``[rows, tokens]``; None where rows are sequences.
 
     Nothing waits for a GPU.

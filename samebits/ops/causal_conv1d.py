@@ -72,7 +72,7 @@ def causal_conv1d(
             f" {shape(initial_states)}"
         )
     check_packed(_OP, x, x.shape[2], seq_idx, cu_seqlens, initial_states is not None or return_final_states)
-    at = places(x.shape[0], x.shape[2], seq_idx, cu_seqlens)
+    at = places(x.shape[2], seq_idx, cu_seqlens)
     out: Tensor = _operator(x, weight, bias, initial_states, at, activation is not None, bypass=bypass)
     if not return_final_states:
         return out
