@@ -179,7 +179,7 @@ class GradientGroups:
                 f"samebits.distributed.GradientGroups: groups: expected a power of two, got {groups!r}"
             )
         rank, size = ranks(self._name)
-        check_divides("GradientGroups", "groups", groups, size, "ranks")
+        check_divides("GradientGroups", "groups", groups, size)
         parameters = model.parameters() if isinstance(model, nn.Module) else model
         self._parameters = [p for p in parameters if p.requires_grad]
         sharding = (

@@ -86,14 +86,14 @@ def ordered_reduce_scatter(
             f"samebits.distributed.ordered_reduce_scatter: dim: expected a dimension of shape {shape(x)},"
             f" got {dim}"
         )
-    check_divides("ordered_reduce_scatter", f"x: dimension {dim}", x.shape[dim], ranks(name)[1], "ranks")
+    check_divides("ordered_reduce_scatter", f"x: dimension {dim}", x.shape[dim], ranks(name)[1])
     out: Tensor = scatter_over_ranks(x, None, dim % x.ndim, name, out_dtype)
     return out
 
 
-def check_divides(op: str, what: str, size: int, by: int, of: str) -> None:
+def check_divides(op: str, what: str, size: int, by: int) -> None:
     if size % by:
-        raise ValueError(f"samebits.distributed.{op}: {what}: expected a multiple of {by} {of}, got {size}")
+        raise ValueError(f"samebits.distributed.{op}: {what}: expected a multiple of {by} ranks, got {size}")
 
 
 def _check(op: str, x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:

@@ -83,7 +83,7 @@ def row_parallel_linear(
     dim = NO_DIM
     if sequence_dim is not None:
         dim = sequence_dim % x.ndim
-        check_divides(op, f"x: dimension {sequence_dim}", x.shape[dim], ranks(name)[1], "ranks")
+        check_divides(op, f"x: dimension {sequence_dim}", x.shape[dim], ranks(name)[1])
     out: Tensor = _row(x, weight, biases[0] if biases else None, cu_seqlens, dim, name, key)
     return out
 

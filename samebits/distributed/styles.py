@@ -151,7 +151,7 @@ def _split(
         mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output, contract
     )
     size = ranks(layouts.group)[1]
-    check_divides(op, f"weight: dimension {dim} of {tuple(weight.shape)}", weight.shape[dim], size, "ranks")
+    check_divides(op, f"weight: dimension {dim} of {tuple(weight.shape)}", weight.shape[dim], size)
     device = torch.empty(0, device=mesh.device_type).device
     facts = {"weight": weight.shape, "dtype": weight.dtype, "bias": getattr(module, "bias", None) is not None}
     agree(op, layouts.group, device, contract=contract and contract.key, **facts)
@@ -161,9 +161,9 @@ def _split(
     return module
 
 
-def _check_layouts(op: str, name: str, layout: Placement | None, most: str, allowed: bool) -> None:
+def _check_output_layouts(op: str, layout: Placement | None, most: str, allowed: bool) -> None:
     if layout is not None and not allowed:
-        raise NotImplementedError(f"samebits.distributed.{op}: {name}: expected {most}, got {layout}")
+        raise NotImplementedError(f"samebits.distributed.{op}: output_layouts: expected {most}, got {layout}")
 
 
 class ColwiseParallel(pytorch.ColwiseParallel):
@@ -191,7 +191,7 @@ class ColwiseParallel(pytorch.ColwiseParallel):
     ) -> None:
         check_contract("distributed.ColwiseParallel", contract)
         last = output_layouts in (Shard(-1), Replicate())
-        _check_layouts("ColwiseParallel", "output_layouts", output_layouts, "Shard(-1) or Replicate()", last)
+        _check_output_layouts("ColwiseParallel", output_layouts, "Shard(-1) or Replicate()", last)
         super().__init__(
             input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
         )
@@ -227,7 +227,7 @@ class RowwiseParallel(pytorch.RowwiseParallel):
             isinstance(output_layouts, Shard) and output_layouts.dim != -1
         )
         most = "Replicate() or Shard(d) of a dimension of tokens"
-        _check_layouts("RowwiseParallel", "output_layouts", output_layouts, most, tokens)
+        _check_output_layouts("RowwiseParallel", output_layouts, most, tokens)
         super().__init__(
             input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
         )

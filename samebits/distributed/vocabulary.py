@@ -77,7 +77,7 @@ def vocab_parallel_embedding(
                 f" got {sequence_dim}"
             )
         dim = sequence_dim % ids.ndim
-        check_divides(op, f"ids: dimension {sequence_dim}", ids.shape[dim], size, "ranks")
+        check_divides(op, f"ids: dimension {sequence_dim}", ids.shape[dim], size)
     needed = torch.is_grad_enabled() and weight.requires_grad
     facts = {"dtype": weight.dtype, "weight": weight.shape, "sequence_dim": dim, "gradients": needed}
     agree(op, name, weight, padding_idx=padding_idx, **facts)
