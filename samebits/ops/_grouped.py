@@ -14,7 +14,7 @@ from torch import Tensor
 from samebits.backends import Key, Later, module_for
 from samebits.backends.replay import replayed
 from samebits.ops._operator import Operator, bypasses_dispatcher
-from samebits.ops._products import as_operand, one
+from samebits.ops._products import as_operand, noted, one
 
 
 def check_offs(op: str, offs: Tensor, rows: int) -> None:
@@ -151,13 +151,7 @@ def grouped_terms_later(
 ) -> Later:
     """Prepare to continue the chains in `acc`, of tensors without gradients. The step writes the result."""
     backend, contract = _backend(a, offs, b.shape[0], key)
-    write = backend.grouped_terms_later(acc, a, b, offs, sequences, contract=contract)
-
-    def step() -> None:
-        write()
-        torch.autograd.graph.increment_version(acc)  # autograd does not see what a kernel writes
-
-    return step
+    return noted(backend.grouped_terms_later(acc, a, b, offs, sequences, contract=contract), acc)
 
 
 def _terms_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -142,11 +142,15 @@ def addbmm_later(acc: Tensor, a: Tensor, b: Tensor, cu_seqlens: Tensor | None, k
     """Prepare :func:`addbmm_` of tensors without gradients. The returned step writes the result."""
     backend, contract = module_for("matmul", a, key)
     check_offsets("addbmm_", cu_seqlens, a.shape[-1], key)
-    write = backend.addbmm_later(acc, a, b, cu_seqlens, accumulate=True, contract=contract)
+    return noted(backend.addbmm_later(acc, a, b, cu_seqlens, accumulate=True, contract=contract), acc)
+
+
+def noted(write: Later, acc: Tensor) -> Later:
+    """`write`, which writes `acc`, and then tells autograd, which does not see what a kernel writes."""
 
     def step() -> None:
         write()
-        torch.autograd.graph.increment_version(acc)  # autograd does not see what a kernel writes
+        torch.autograd.graph.increment_version(acc)
 
     return step
 
