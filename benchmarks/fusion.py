@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.record import RESULTS, ROOT, environment, results_file, slug, write
 from benchmarks.zoo.__main__ import digest_of_sources
+from samebits.tools.text import dtype_name
 
 KEPT = ROOT / "build" / "fusion"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -147,7 +148,7 @@ def measure(name: str, kind: str, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "attention": model.net.config._attn_implementation,
         "fused": [
-            {"module": f.kind, "what": f.what, "count": len(f.names), "dtypes": [*map(_name, f.dtypes)]}
+            {"module": f.kind, "what": f.what, "count": len(f.names), "dtypes": [*map(dtype_name, f.dtypes)]}
             for f in fusion.fused
         ],
         "left": [
@@ -164,14 +165,14 @@ def measure(name: str, kind: str, device: str) -> dict[str, Any]:
     for dtype, theirs in fused.items():
         own = _results(model, weights, dtype, losses[dtype])
         if isinstance(own, str) or isinstance(theirs, str):  # as the model itself fails
-            found["dtypes"][_name(dtype)] = {
+            found["dtypes"][dtype_name(dtype)] = {
                 "values": 0,
                 "differ": int(own != theirs),
                 "said": str(own)[:160],
             }
             continue
         missing = own.keys() ^ theirs.keys()
-        found["dtypes"][_name(dtype)] = {
+        found["dtypes"][dtype_name(dtype)] = {
             "values": sum(t.numel() for t in own.values()),
             "differ": sum(_differ(own[n], theirs[n]) for n in own.keys() & theirs.keys()) + len(missing),
         }
@@ -218,7 +219,3 @@ def _differ(a: Tensor, b: Tensor) -> int:
     from samebits.testing import bits
 
     return a.numel() if a.shape != b.shape else int((bits(a) != bits(b)).sum())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
