@@ -156,7 +156,7 @@ def beginning(
             raise ValueError(f"samebits.{op}: {name}: expected {sequences} sequences, got {len(given)}")
         check_device(op, name, given.data, of_q, q)
         return None, given
-    check_floats(op, name, given, q)
+    check_floats(op, name, given, q, of_q)
     wanted = (sequences, *own.parts[0].shape)
     if given.dtype != torch.float32:
         raise TypeError(f"samebits.{op}: {name}: expected float32, got {given.dtype}")

@@ -139,7 +139,7 @@ def lightning_attention(
     if g_gamma is not None:
         if g is not None:
             raise ValueError(f"samebits.{name}: g_gamma: expected none with g")
-        check_floats(name, "g_gamma", g_gamma, v)
+        check_floats(name, "g_gamma", g_gamma, v, "v")
         if v.ndim != 4 or g_gamma.shape != v.shape[2:3]:
             raise ValueError(
                 f"samebits.{name}: g_gamma: expected a value for each head of v {shape(v)}, got"

@@ -267,6 +267,8 @@ def test_gamma_is_a_decay_for_each_head() -> None:
     assert_same_bits(call("lightning_attention", given, g_gamma=gamma)[0], want)
     with pytest.raises(ValueError, match="g_gamma: expected a value for each head"):
         call("lightning_attention", given, g_gamma=gamma[:1])
+    with pytest.raises((TypeError, ValueError), match="g_gamma: expected device cpu like v, got meta"):
+        call("lightning_attention", given, g_gamma=gamma.to("meta"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
