@@ -38,7 +38,7 @@ REASONS: dict[str, str] = {
     "fnet": "mixes tokens by a Fourier transform",
 } | dict.fromkeys(
     """
-    afmoe gpt2 gpt-sw3 hy_v3 inkling_text laguna mellum minimax_m3_vl_text openai-gpt qwen2_moe
+    afmoe cohere2_moe gpt2 gpt-sw3 hy_v3 inkling_text laguna mellum minimax_m3_vl_text openai-gpt qwen2_moe
     qwen3_5_moe_text qwen3_next qwen4_exp_text
     """.split(),  # noqa: SIM905
     _ROWS,

@@ -413,8 +413,8 @@ _MASKS = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
 _FLATTENS = "in gradients of weights, which take a flattened batch as one sequence"
 _KNOWN = dict.fromkeys(
     """
-    afmoe gpt2 hy_v3 inkling_text jetmoe laguna llama4_text mellum minimax_m3_vl_text openai-gpt opt qwen2_moe
-    qwen4_exp_text recurrent_gemma
+    afmoe cohere2_moe gpt2 hy_v3 inkling_text jetmoe laguna llama4_text mellum minimax_m3_vl_text openai-gpt
+    opt qwen2_moe qwen3_5_moe_text qwen3_next qwen3_omni_moe_talker_text qwen4_exp_text recurrent_gemma
     """.split(),  # noqa: SIM905
     _FLATTENS,
 ) | {
