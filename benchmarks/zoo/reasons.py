@@ -34,7 +34,8 @@ REASONS: dict[str, str] = {
     "jetmoe": "its experts call `linear` with the rows of each, so their gradients do not know sequences",
     "llama4_text": "its experts and shared experts have all rows of the flattened batch as one sequence",
     "mpt": "its bias of positions counts from the row's padded end, which moves all scores",
-    "recurrent_gemma": "its gates have the rows of the flattened batch in one `baddbmm`, as one sequence",
+    "recurrent_gemma": "its gates have the rows of the flattened batch in one `baddbmm`, as one sequence; its"
+    " steps convolve in another order",
     "fnet": "mixes tokens by a Fourier transform",
 } | dict.fromkeys(
     """
