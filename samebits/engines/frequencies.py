@@ -7,6 +7,8 @@ GPU gets other bits. Angles, cosines and sines are computed on the model's devic
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from samebits.engines.refusals import RefusedError
 
-__all__ = ["check_length", "on_the_cpu", "rotary_module", "table"]
+__all__ = ["check_length", "on_the_cpu", "rotary_module", "set_tables", "table"]
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds whose frequencies depend on the longest sequence of a batch, beyond the trained length."""
@@ -75,6 +77,39 @@ def table(
     cos, sin = module.to(device)(x, at, *((layer_type,) if by_type else ()))
     angles = angles or cos.shape[-1] // 2
     return torch.cat([cos[0, :, :angles], sin[0, :, :angles]], -1)
+
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def set_tables(
+    model: nn.Module,
+    config: Any,
+    longest: int,
+    kind: type[nn.Module],
+    about: Callable[[Any], tuple[torch.dtype, torch.device, int | None]],
+) -> None:
+    """Give an engine's rotary layers the tables of ``transformers``.
+
+    Args:
+        longest: positions that the engine allows.
+        kind: the class of the layers.
+        about: `dtype`, `device` and `angles` of a layer's :func:`table`.
+    """
+    check_length(config, longest)
+    on_the_cpu(model)
+    own, tables = None, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, kind):
+            continue
+        own = own or rotary_module(config)
+        layer, types = _LAYER.search(name), getattr(config, "layer_types", None)
+        layer_type = types[int(layer[1])] if layer and types else None
+        dtype, device, angles = about(module)
+        key = longest, dtype, device, layer_type, angles
+        if key not in tables:
+            tables[key] = table(own, *key)
+        module.cos_sin_cache = tables[key]
 
 
 def on_the_cpu(model: nn.Module) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -52,7 +51,9 @@ def _load(own: Callable[[Any], None], hooks: Hooks) -> Callable[[Any], None]:
         length = self.model_config.context_len
         check_model(model, config, length)
         set_experts(model, config)
-        _set_frequencies(model, config, length)
+        weight = next(model.parameters())
+        of_tables = weight.dtype, weight.device, None
+        frequencies.set_tables(model, config, length, RotaryEmbedding, lambda _: of_tables)
         _set_logits(model.logits_processor, config)
         _round_scales(model)
         if self.device == "cuda":
@@ -90,24 +91,3 @@ def _round_scales(model: nn.Module) -> None:
         scale, weight = getattr(module, "embed_scale", None), getattr(module, "weight", None)
         if isinstance(scale, float) and weight is not None:
             module.embed_scale = float(torch.tensor(scale, dtype=weight.dtype))
-
-
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
-
-
-def _set_frequencies(model: nn.Module, config: Any, length: int) -> None:
-    """Give rotary layers the tables of ``transformers``."""
-    frequencies.check_length(config, length)
-    frequencies.on_the_cpu(model)
-    own, tables = None, {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, RotaryEmbedding):
-            continue
-        own = own or frequencies.rotary_module(config)
-        layer, types = _LAYER.search(name), getattr(config, "layer_types", None)
-        layer_type = types[int(layer[1])] if layer and types else None
-        weight = next(model.parameters())
-        key = length, weight.dtype, weight.device, layer_type
-        if key not in tables:
-            tables[key] = frequencies.table(own, *key)
-        module.cos_sin_cache = tables[key]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -122,22 +121,8 @@ def _set_logits(model: nn.Module, config: Any) -> None:
         processor.soft_cap = getattr(config, "final_logit_softcapping", None)
 
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
-
-
-def _set_frequencies(model: nn.Module, model_config: Any) -> None:
-    """Give rotary layers the tables of ``transformers``."""
-    config = model_config.hf_text_config
-    frequencies.check_length(config, model_config.max_model_len)
-    frequencies.on_the_cpu(model)
-    own, tables, length, dtype = None, {}, model_config.max_model_len, model_config.dtype
-    for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, RotaryEmbeddingBase):
-            continue
-        own = own or frequencies.rotary_module(config)
-        layer, types = _LAYER.search(name), getattr(config, "layer_types", None)
-        layer_type = types[int(layer[1])] if layer and types else None
-        key = length, dtype, module.cos_sin_cache.device, layer_type, module.rotary_dim // 2
-        if key not in tables:
-            tables[key] = frequencies.table(own, *key)
-        module.cos_sin_cache = tables[key]
+def _set_frequencies(model: nn.Module, of: Any) -> None:
+    frequencies.set_tables(
+        *(model, of.hf_text_config, of.max_model_len, RotaryEmbeddingBase),
+        lambda layer: (of.dtype, layer.cos_sin_cache.device, layer.rotary_dim // 2),
+    )
