@@ -210,7 +210,7 @@ def _of_eager(
     """Without a mask it sees all keys. It has no window but the mask's."""
     if given.get("dropout"):
         raise _NotOursError("with dropout")
-    if _wants_weights(module, given):
+    if _wants_weights(given):
         raise _NotOursError("with output_attentions" * _hides_before(mask, query, key))
     if not _is_known(own, given.get("s_aux") is not None):
         raise _NotOursError("in a form of its own" * _hides_before(mask, query, key))
@@ -309,7 +309,7 @@ def _hides_before(mask: Any, query: Tensor, key: Tensor) -> bool:
     return carried is None or ours.begins_later(carried)
 
 
-def _wants_weights(module: Any, given: dict[str, Any]) -> bool:
+def _wants_weights(given: dict[str, Any]) -> bool:
     """Whether the model is asked for probabilities, which only an eager function returns."""
     from transformers.utils import output_capturing
 
