@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -73,6 +74,8 @@ def check_config(config: Any) -> None:
 def _found(config: Any) -> Iterator[tuple[str, str, str]]:
     model = config.model_config
     speculative = config.speculative_config
+    if envs.VLLM_BATCH_INVARIANT:
+        yield "VLLM_BATCH_INVARIANT", "it gives the same operators vLLM's own bits", "unset it"
     if speculative is not None and speculative.method not in _PROPOSERS:
         only = f"proposals by {' or '.join(_PROPOSERS)} alone are covered"
         yield f"speculative_config of method {speculative.method!r}", only, "choose one of these"

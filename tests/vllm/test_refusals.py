@@ -148,6 +148,15 @@ def test_speculation(
         check_config(config)
 
 
+def test_another_batch_invariance(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own replaces what this library replaces."""
+    from samebits.vllm.covered import check_config
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(RefusedError, match=r"VLLM_BATCH_INVARIANT: .*unset it"):
+        check_config(loaded[1])
+
+
 def test_several_gpus(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Options and layers whose sums over ranks have another order."""
     from samebits.vllm.covered import check_config
