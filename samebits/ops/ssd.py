@@ -128,8 +128,8 @@ def ssd(
         begin = beginning(_OP, initial_states, own, len(spans), x, "initial_states", "x")
     else:
         begin = plain.to(torch.float32).mT.contiguous(), None
-    limits = (float(dt_limit[0]), float(dt_limit[1]))
-    if len(dt_limit) != 2 or not limits[0] <= limits[1]:
+    limits = tuple(map(float, dt_limit))
+    if len(limits) != 2 or not limits[0] <= limits[1]:
         raise ValueError(f"samebits.{_OP}: dt_limit: expected a lower and an upper bound, got {dt_limit}")
     given = (dt.flatten(0, 1), dt_bias, A.to(torch.float32).contiguous(), D)
     options: dict[str, Any] = {"wide": z is not None}

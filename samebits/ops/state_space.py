@@ -76,11 +76,13 @@ def selective_state_update(
     expect(op, "z", z, tuple(x.shape))
     expect(op, "dt_bias", dt_bias, (channels,))
     check_sizes(op, channels, groups, states)
-    lowest, highest = (-math.inf, math.inf) if dt_limit is None else map(float, dt_limit)
+    limits = (-math.inf, math.inf) if dt_limit is None else tuple(map(float, dt_limit))
+    if len(limits) != 2 or not limits[0] <= limits[1]:
+        raise ValueError(f"samebits.{op}: dt_limit: expected a lower and an upper bound, got {dt_limit}")
     y: Tensor = _update(
         *(x, dt, A.to(torch.float32), B, C, None if D is None else D.to(torch.float32), z),
         None if dt_bias is None else dt_bias.to(torch.float32),
-        *(state, dt_softplus, lowest, highest),
+        *(state, dt_softplus, *limits),
     )
     return y
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import samebits
 from samebits import selective_scan, selective_state_update
 from samebits.backends.reference import state_space as reference
 from samebits.ops.activation import activation
@@ -168,3 +170,18 @@ def test_heads_have_states_of_their_own() -> None:
     x = torch.zeros(2, 4, 6)
     with pytest.raises(ValueError, match=r"heads of Mamba 2 decode by samebits\.ssd"):
         selective_state_update(torch.zeros(2, 4, 6, 20), x, x, *[torch.zeros(2, 20)] * 3)
+
+
+@pytest.mark.parametrize("limit", [(3.0, 1.0), (math.nan, 1.0), (0.0, math.nan), (1.0,), (0.0, 1.0, 2.0)])
+def test_limits_of_a_step_are_a_lower_and_an_upper_bound(limit: Any) -> None:
+    state, x, of_states = torch.zeros(2, 4, 6), torch.ones(2, 4), torch.ones(2, 6)
+    with pytest.raises(ValueError, match="selective_state_update: dt_limit: expected a lower and an upper"):
+        selective_state_update(state, x, x, torch.ones(4, 6), of_states, of_states, dt_limit=limit)
+    assert not state.any()
+
+
+@pytest.mark.parametrize("limit", [(), (1.0,), (0.0, 1.0, 2.0), (3.0, 1.0)])
+def test_limits_of_ssd_are_a_lower_and_an_upper_bound(limit: Any) -> None:
+    x, dt, of_states = torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2), torch.ones(1, 3, 1, 5)
+    with pytest.raises(ValueError, match="ssd: dt_limit: expected a lower and an upper"):
+        samebits.ssd(x, dt, torch.ones(2), of_states, of_states, dt_limit=limit)
