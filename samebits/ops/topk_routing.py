@@ -63,7 +63,7 @@ def topk_routing(
     The gradient of ``logits`` is that of the steps, in float32, rounded once. ``bias`` has none.
 
     Raises:
-        TypeError: a dtype is another.
+        TypeError: a dtype is another, or a number is none.
         ValueError: a shape or a number does not fit.
     """
     for name, t in {"logits": logits, "bias": bias}.items():
@@ -99,6 +99,11 @@ def topk_routing(
         raise ValueError(
             f"samebits.topk_routing: bias: expected float32 of shape {(experts,)}, got {bias.dtype} of shape"
             f" {shape(bias)}"
+        )
+    if not (isinstance(eps, (int, float)) and isinstance(scale, (int, float))):  # no tensor with a gradient
+        raise TypeError(
+            "samebits.topk_routing: eps, scale: expected numbers, got"
+            f" {type(eps).__name__} and {type(scale).__name__}"
         )
     if not (abs(scale) <= _LARGEST and 0.0 <= eps <= _LARGEST):
         raise ValueError(

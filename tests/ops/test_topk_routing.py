@@ -129,6 +129,12 @@ X = torch.zeros(3, 8)
         (lambda: samebits.topk_routing(X, 2, eps=1e39), ValueError, "eps, scale: .* of float32"),
         (lambda: samebits.topk_routing(X, 2, scale=-1e39), ValueError, "eps, scale: .* of float32"),
         (lambda: samebits.topk_routing(X, 2, scale=float("nan")), ValueError, "eps, scale: expected finite"),
+        (
+            lambda: samebits.topk_routing(X, 2, scale=torch.ones(())),
+            TypeError,
+            "numbers, got float and Tensor",
+        ),
+        (lambda: samebits.topk_routing(X, 2, eps="1"), TypeError, "numbers, got str and float"),  # type: ignore[arg-type]
         (lambda: samebits.topk_routing(X, 2, dtype=torch.float64), TypeError, "dtype: expected bfloat16"),
         (
             lambda: samebits.topk_routing(X, 2, score="logits", scale=2.0),
