@@ -183,9 +183,23 @@ def _attend(
     own = state_layout(q, v, operation=op, by_channel=by_channel)
     begin = beginning(op, initial_state, own, len(spans), q)
     if normalize:
+        if key_start is not None or key_length is not None:
+            q, k = _without_padding(q, spans), _without_padding(k, spans)
         q, k = normalized(q), normalized(k)
     g, beta = (None if t is None else t.to(torch.float32) for t in (g, beta))
     return recur(own, (q, k, v, g, beta), begin, spans, scale, output_final_state, key)
+
+
+def _without_padding(x: Tensor, spans: Tensor) -> Tensor:
+    """``x[B, T, H, K]`` with zeros outside of the rows' spans, where a gradient may be asked for.
+
+    Nothing reads what is there. But where it is not finite, so would be a norm's gradient.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    at = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2])
+    inside = (at >= spans[:, :1]) & (at < spans[:, 1:])
+    return torch.where(inside[..., None, None], x, 0.0)
 
 
 def _check_shapes(

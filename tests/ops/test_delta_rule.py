@@ -290,6 +290,34 @@ def test_keys_and_queries_of_length_1(dtype: torch.dtype) -> None:
     assert float(along.abs().max()) < (0.05 if dtype == torch.bfloat16 else 1e-5)  # length has no gradient
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("operation", "normalize"),
+    [*((operation, False) for operation in OPERATIONS), ("gated_delta_rule", True), ("kda", True)],
+)
+def test_padding_is_not_read(operation: str, normalize: bool, bad: float) -> None:
+    """Whatever is there, gradients there are 0, and those of tokens have the bits that they have alone."""
+    options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True} if normalize else {}
+    bounds = {"key_start": torch.tensor([3, 0]), "key_length": torch.tensor([70, 66])}
+    given = operands(operation, torch.bfloat16)
+    for t in given.values():
+        t[0, :3] = t[1, 66:] = bad
+    leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
+    out, _ = call(operation, leaves, **bounds, **options)
+    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    out.backward(seed)
+    for row, tokens in ((0, slice(3, 70)), (1, slice(0, 66))):
+        alone = {n: t.requires_grad_() for n, t in part(given, slice(row, row + 1), tokens).items()}
+        call(operation, alone, **options)[0].backward(seed[row : row + 1, tokens])
+        for name, t in leaves.items():
+            grad = t.grad
+            assert grad is not None
+            assert_same_bits(grad[row : row + 1, tokens], alone[name].grad)
+            outside = torch.ones(70, dtype=torch.bool)
+            outside[tokens] = False
+            assert not grad[row, outside].count_nonzero(), name  # NaN is none
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 37, 64, 128, 136, 256])
