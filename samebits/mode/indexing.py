@@ -201,7 +201,18 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
     if index.dtype not in (torch.int64, torch.int32) or source.ndim > input.ndim == 0:
         return torch.index_add(input, dim, index, source, alpha=alpha)  # it raises its error
     as_pytorch(torch.index_add, input, dim, index, source, alpha=alpha)
-    return indexing.index_add(input, operator.index(dim), index, source, alpha)
+    along = operator.index(dim)
+    if input.dtype != source.dtype or _apart_from(along, input) != _apart_from(along, source):
+        return torch.index_add(input, dim, index, source, alpha=alpha)  # so here: meta tensors check neither
+    return indexing.index_add(input, along, index, source, alpha)
+
+
+def _apart_from(dim: int, t: Tensor) -> list[int]:
+    """The sizes of the other dimensions."""
+    sizes = list(t.shape)
+    if sizes:
+        sizes.pop(dim)
+    return sizes
 
 
 def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:

@@ -178,6 +178,34 @@ def test_terms_of_other_places_and_sizes(within: Within) -> None:
             x.index_add(0, torch.tensor([0]), x[:1, :2])
 
 
+@pytest.mark.parametrize("name", ["index_add", "index_add_"])
+@pytest.mark.parametrize(
+    ("x", "source"),
+    [
+        pytest.param((5, 4), (3, 2, 2), id="as many numbers in other dimensions"),
+        pytest.param((5, 2, 2), (3, 4), id="as many numbers in fewer dimensions"),
+        pytest.param((5, 2, 3), (3, 3, 2), id="as many numbers in another order"),
+        pytest.param((5, 4), (3,), id="numbers instead of rows"),
+    ],
+)
+def test_terms_of_another_shape_are_refused(
+    name: str, x: tuple[int, ...], source: tuple[int, ...], within: Within
+) -> None:
+    with within("error"), pytest.raises(RuntimeError, match="source tensor shape must match self"):
+        ADD[name](torch.zeros(x), torch.tensor([0, 1, 1]), torch.ones(source))
+
+
+@pytest.mark.parametrize("name", ["index_add", "index_add_"])
+@pytest.mark.parametrize(
+    ("dtype", "of_source"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_terms_of_another_dtype_are_refused(
+    name: str, dtype: torch.dtype, of_source: torch.dtype, within: Within
+) -> None:
+    with within("error"), pytest.raises(RuntimeError, match="must have the same scalar type"):
+        ADD[name](torch.zeros(5, 4, dtype=dtype), torch.tensor([0]), torch.ones(1, 4, dtype=of_source))
+
+
 @pytest.mark.parametrize("include_self", [True, False])
 @on_dtypes
 @on_devices
