@@ -102,7 +102,7 @@ def causal_conv1d_update(
     tokens = x[..., None] if isinstance(x, Tensor) and x.ndim == 2 else x
     _check(_UPDATE, activation, x=tokens, weight=weight, bias=bias)
     check_written(_UPDATE, "conv_state", conv_state, x.dtype, "x", x)
-    refuse_gradients(_UPDATE, x=x, weight=weight, bias=bias)
+    refuse_gradients(_UPDATE, x=x, conv_state=conv_state, weight=weight, bias=bias)
     least = weight.shape[1] - 1
     if conv_state.shape[:-1] != tokens.shape[:2] or conv_state.shape[-1] < least:
         raise ValueError(

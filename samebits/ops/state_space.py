@@ -54,7 +54,7 @@ def selective_state_update(
     tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     check_tensors(op, **tensors)
     check_written(op, "state", state, torch.float32, "x", x)
-    refuse_gradients(op, **tensors)
+    refuse_gradients(op, state=state, **tensors)
     if state.ndim == 4:
         raise ValueError(
             f"samebits.{op}: state: expected [batch, channels, N], got {shape(state)}; heads of Mamba 2"

@@ -192,6 +192,10 @@ ERRORS: dict[str, tuple[Callable[..., object], type[Exception]]] = {
         lambda x, w, b: causal_conv1d_update(x.requires_grad_(), x[..., :3].detach().clone(), w, b),
         NotImplementedError,
     ),
+    "conv_state: gradients are not implemented": (
+        lambda x, w, b: causal_conv1d_update(x, x[..., :3].clone().requires_grad_() * 1, w, b),
+        NotImplementedError,
+    ),
 }
 
 

@@ -164,6 +164,9 @@ def test_a_step_has_no_gradients() -> None:
     at = [given[n][..., 0] for n in ("u", "delta")] + [given["A"], given["B"][..., 0], given["C"][..., 0]]
     with pytest.raises(NotImplementedError, match="A: gradients are not implemented"):
         selective_state_update(torch.zeros(2, 37, 11), *at[:2], at[2].requires_grad_(), *at[3:])
+    at[2] = at[2].detach()
+    with pytest.raises(NotImplementedError, match="state: gradients are not implemented"):
+        selective_state_update(torch.zeros(2, 37, 11, requires_grad=True) * 1, *at)
 
 
 def test_heads_have_states_of_their_own() -> None:
