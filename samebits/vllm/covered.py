@@ -54,8 +54,28 @@ _ODDITIES = {
     "ada_rms_norm_t_cond": "norms that depend on a condition",
     "dual_chunk_attention_config": "attention in two chunks",
     "llama_4_scaling": "queries that are scaled by their position",
+    "use_bidirectional_attention": "attention to later tokens",
 }
 """Options of model configurations that change what a covered architecture computes."""
+
+_NOT_READ: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+    (
+        "attention_bias",
+        False,
+        (
+            *("GraniteMoeForCausalLM", "OlmoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+            "Qwen3NextForCausalLM",
+        ),
+    ),
+    ("attention_bias", True, ("GptOssForCausalLM",)),
+    ("rms_norm_eps", 1e-5, ("GptOssForCausalLM",)),
+    (
+        "tie_word_embeddings",
+        False,
+        ("Glm4MoeForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM", "Qwen3NextForCausalLM"),
+    ),
+)
+"""Options that classes of vLLM's own do not read, or not in whole, and the value by which these compute."""
 
 
 def check_config(config: Any) -> None:
@@ -163,7 +183,7 @@ def check_model(model: nn.Module, config: Any) -> None:
     models = "vllm.model_executor.models"
     if native is not None and type(model).__module__ in {f"{models}.{m}" for m in native}:
         origins = (*(f"{models}.{m}" for m in native), "torch.nn.modules.container")
-        if said := ignored(architecture, config.model_config.hf_text_config):
+        if said := _not_read(architecture, config.model_config.hf_text_config):
             what, reason = f"{said} in the model's configuration", "vLLM's own class ignores it"
             raise RefusedError(what, reason, 'give model_impl="transformers"')
     elif f"{type(model).__module__}.".startswith(f"{models}.transformers."):
@@ -195,6 +215,16 @@ def check_model(model: nn.Module, config: Any) -> None:
             _check_attention(what, layer)
         if (hasattr(layer, "A_log") or isinstance(layer, nn.Conv1d)) and type(layer) not in LAYERS:
             raise RefusedError(what, "it has a state of its own, which vLLM does not keep", _LATER)
+
+
+def _not_read(architecture: str, config: Any) -> str | None:
+    for option, value, architectures in _NOT_READ:
+        if architecture in architectures and getattr(config, option, value) != value:
+            return f"{option}={getattr(config, option)}"
+    mixed = len(set(getattr(config, "layer_types", None) or ())) > 1
+    if mixed and architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        return "layer_types of several kinds"
+    return ignored(architecture, config)
 
 
 def _quantizers(model: nn.Module) -> Iterator[str]:

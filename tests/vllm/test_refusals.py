@@ -41,6 +41,10 @@ def _segments(count: int) -> dict[str, Any]:
             r"enable_lora with weights offloaded .*neither",
         ),
         ("olmoe", {"hf_overrides": {"clip_qkv": 8.0}}, r"clip_qkv=8.0 .*give model_impl=.transformers"),
+        ("qwen3", {"hf_overrides": {"attention_bias": True}}, r"attention_bias=True .*own class ignores it"),
+        ("gpt_oss", {"hf_overrides": {"attention_bias": False}}, r"attention_bias=False .*own class ignores"),
+        ("gpt_oss", {"hf_overrides": {"rms_norm_eps": 1e-6}}, r"rms_norm_eps=1e-06 .*own class ignores it"),
+        ("gemma3", {"hf_overrides": {"use_bidirectional_attention": True}}, r"attention to later tokens"),
         ("granite_hybrid", {"enable_lora": True}, r"enable_lora with recurrent layers of GraniteMoeHybrid"),
         (
             "qwen3",
@@ -70,6 +74,35 @@ def _segments(count: int) -> dict[str, Any]:
 def test_options(name: str, options: dict[str, Any], said: str, engine: Engine) -> None:
     with pytest.raises(RefusedError, match=said):
         engine(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "option", "value", "said"),
+    [
+        *(
+            (f"{name}ForCausalLM", "tie_word_embeddings", True, "tie_word_embeddings=True")
+            for name in ("Glm4Moe", "GptOss", "Olmoe", "Qwen3Next")
+        ),
+        *(
+            (f"{name}ForCausalLM", "attention_bias", True, "attention_bias=True")
+            for name in ("GraniteMoe", "Olmoe", "Qwen3Moe", "Qwen3Next")
+        ),
+        *(
+            (
+                f"{name}ForCausalLM",
+                "layer_types",
+                ["full_attention", "sliding_attention"],
+                "layer_types of several kinds",
+            )
+            for name in ("Qwen2", "Qwen3")
+        ),
+    ],
+)
+def test_options_that_a_class_does_not_read(architecture: str, option: str, value: object, said: str) -> None:
+    """vLLM served such models without an error, and their log-probs were not a trainer's."""
+    from samebits.vllm.covered import _not_read
+
+    assert _not_read(architecture, SimpleNamespace(**{option: value})) == said
 
 
 @pytest.fixture
