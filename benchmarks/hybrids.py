@@ -226,7 +226,8 @@ def rollout(name: str, form: str) -> dict[str, dict[str, Any]]:
     with within():
         padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
         shown = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in whole], batch_first=True)
-        logits = model(padded, attention_mask=shown, use_cache=False).logits.detach()
+        with torch.no_grad():  # gradients of shared experts' weights depend on padding, and are refused
+            logits = model(padded, attention_mask=shown, use_cache=False).logits
         found["padded on the right"] = torch.cat([row[at] for row, at in zip(logits, answers, strict=True)])
         if form in OURS:  # transformers' own layers do not restart
             at = torch.cat([torch.arange(len(row), device=DEVICE) for row in whole])[None]
