@@ -203,7 +203,7 @@ def compared(rollout: Tensor, trainer: Tensor, chosen: Tensor) -> dict[str, Any]
 
 
 def rollout(name: str, form: str) -> dict[str, dict[str, Any]]:
-    """Sampled with a cache in a batch padded on the left; then forwards that could be trained on."""
+    """Sampled with a cache in a batch padded on the left; then forwards of whole sequences."""
     model, within = model_of(name, form), FORMS[form].within
     longest, rows = max(PROMPTS), len(PROMPTS)
     ids = torch.zeros(rows, longest, dtype=torch.long, device=DEVICE)

@@ -70,12 +70,21 @@ def table(
         layer_type: where the model has frequencies by the type of a layer.
         angles: half of the entries that are turned, where a module may give each angle once, as GPT-OSS's.
             None: it gives each twice.
+
+    Raises:
+        RefusedError: the engine turns another part of a head than ``transformers``.
     """
     at = torch.arange(positions, device=device)[None]
     x = torch.empty(1, dtype=dtype, device=device)
     by_type = "layer_type" in inspect.signature(module.forward).parameters
     cos, sin = module.to(device)(x, at, *((layer_type,) if by_type else ()))
     angles = angles or cos.shape[-1] // 2
+    if cos.shape[-1] not in (angles, 2 * angles):
+        raise RefusedError(
+            "rotary positions",
+            f"the engine turns {2 * angles} entries of a head, transformers {cos.shape[-1]}",
+            "remove partial_rotary_factor from the model's configuration",
+        )
     return torch.cat([cos[0, :, :angles], sin[0, :, :angles]], -1)
 
 

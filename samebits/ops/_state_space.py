@@ -21,6 +21,13 @@ def expect(op: str, name: str, t: Tensor | None, *shapes: tuple[int, ...]) -> No
         raise ValueError(f"samebits.{op}: {name}: expected shape {wanted}, got {shape(t)}")
 
 
+def bounds_of(op: str, dt_limit: tuple[float, float]) -> tuple[float, float]:
+    found = tuple(map(float, dt_limit))
+    if len(found) != 2 or not found[0] <= found[1]:
+        raise ValueError(f"samebits.{op}: dt_limit: expected a lower and an upper bound, got {dt_limit}")
+    return found
+
+
 def check_sizes(op: str, heads: int, groups: int, states: int) -> None:
     if groups < 1 or heads % groups:
         raise ValueError(f"samebits.{op}: B: expected groups that divide {heads}, got {groups}")

@@ -184,22 +184,22 @@ def _attend(
     begin = beginning(op, initial_state, own, len(spans), q)
     if normalize:
         if key_start is not None or key_length is not None:
-            q, k = _without_padding(q, spans), _without_padding(k, spans)
+            q, k = _without_padding(spans, q, k)
         q, k = normalized(q), normalized(k)
     g, beta = (None if t is None else t.to(torch.float32) for t in (g, beta))
     return recur(own, (q, k, v, g, beta), begin, spans, scale, output_final_state, key)
 
 
-def _without_padding(x: Tensor, spans: Tensor) -> Tensor:
-    """``x[B, T, H, K]`` with zeros outside of the rows' spans, where a gradient may be asked for.
+def _without_padding(spans: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """``[B, T, H, K]`` each, with zeros outside of the rows' spans, where gradients may be asked for.
 
-    Nothing reads what is there. But where it is not finite, so would be a norm's gradient.
+    Nothing reads what is there. But a norm's gradient is NaN where its operand is not finite.
     """
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return x
-    at = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2])
-    inside = (at >= spans[:, :1]) & (at < spans[:, 1:])
-    return torch.where(inside[..., None, None], x, 0.0)
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return tensors
+    at = torch.arange(tensors[0].shape[:2].numel(), device=spans.device).view(tensors[0].shape[:2])
+    inside = ((at >= spans[:, :1]) & (at < spans[:, 1:]))[..., None, None]
+    return tuple(torch.where(inside, x, 0.0) for x in tensors)
 
 
 def _check_shapes(

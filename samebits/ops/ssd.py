@@ -17,7 +17,7 @@ from samebits.ops._packed import check_packed, offsets_of
 from samebits.ops._recurrent import beginning, recur, spans_of
 from samebits.ops._rows import rounded
 from samebits.ops._ssd_steps import ssd_steps
-from samebits.ops._state_space import check_sizes, dimensions, expect
+from samebits.ops._state_space import bounds_of, check_sizes, dimensions, expect
 from samebits.ops.activation import activation
 
 __all__ = ["ssd", "ssd_layout"]
@@ -128,9 +128,7 @@ def ssd(
         begin = beginning(_OP, initial_states, own, len(spans), x, "initial_states", "x")
     else:
         begin = plain.to(torch.float32).mT.contiguous(), None
-    limits = tuple(map(float, dt_limit))
-    if len(limits) != 2 or not limits[0] <= limits[1]:
-        raise ValueError(f"samebits.{_OP}: dt_limit: expected a lower and an upper bound, got {dt_limit}")
+    limits = bounds_of(_OP, dt_limit)
     given = (dt.flatten(0, 1), dt_bias, A.to(torch.float32).contiguous(), D)
     options: dict[str, Any] = {"wide": z is not None}
     decays = None

@@ -13,7 +13,7 @@ from samebits.ops._checks import shape
 from samebits.ops._fused import check_tensors, refuse_gradients
 from samebits.ops._memory import check_written
 from samebits.ops._operator import Operator
-from samebits.ops._state_space import check_sizes, dimensions, expect
+from samebits.ops._state_space import bounds_of, check_sizes, dimensions, expect
 
 __all__ = ["selective_state_update"]
 
@@ -76,9 +76,7 @@ def selective_state_update(
     expect(op, "z", z, tuple(x.shape))
     expect(op, "dt_bias", dt_bias, (channels,))
     check_sizes(op, channels, groups, states)
-    limits = (-math.inf, math.inf) if dt_limit is None else tuple(map(float, dt_limit))
-    if len(limits) != 2 or not limits[0] <= limits[1]:
-        raise ValueError(f"samebits.{op}: dt_limit: expected a lower and an upper bound, got {dt_limit}")
+    limits = bounds_of(op, (-math.inf, math.inf) if dt_limit is None else dt_limit)
     y: Tensor = _update(
         *(x, dt, A.to(torch.float32), B, C, None if D is None else D.to(torch.float32), z),
         None if dt_bias is None else dt_bias.to(torch.float32),

@@ -15,6 +15,9 @@ SEGMENTS = {"samebits": {"segments": 8}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
 def _draft(**changed: Any) -> dict[str, Any]:
     plain = {"architecture": "Qwen3ForCausalLM", "is_hybrid": False, "quantization": None}
     return {
@@ -44,6 +47,11 @@ def _segments(count: int) -> dict[str, Any]:
         ("qwen3", {"hf_overrides": {"attention_bias": True}}, r"attention_bias=True .*own class ignores it"),
         ("gpt_oss", {"hf_overrides": {"attention_bias": False}}, r"attention_bias=False .*own class ignores"),
         ("gpt_oss", {"hf_overrides": {"rms_norm_eps": 1e-6}}, r"rms_norm_eps=1e-06 .*own class ignores it"),
+        (
+            "qwen3",
+            {"hf_overrides": {"rope_parameters": PARTIAL}},
+            r"rotary positions: the engine turns .* entries of a head, transformers .*remove partial_rotary",
+        ),
         ("gemma3", {"hf_overrides": {"use_bidirectional_attention": True}}, r"attention to later tokens"),
         ("granite_hybrid", {"enable_lora": True}, r"enable_lora with recurrent layers of GraniteMoeHybrid"),
         (
