@@ -11,7 +11,7 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import nn
 
-from samebits.engines.refusals import RefusedError, ignored
+from samebits.engines.refusals import LATER, RefusedError, ignored
 from samebits.sglang.experts import replaced
 from samebits.sglang.proven import NATIVE
 
@@ -33,7 +33,6 @@ _LAYERS = {
 
 _KNOWN = {f"sglang.srt.layers.{m}.{name}" for m, names in _LAYERS.items() for name in names}
 
-_LATER = "run it without samebits; it is not covered yet"
 _ONE = "several engines of one GPU each sample as many tokens"
 _ORDER = "sums over GPUs have another order"
 _UNSET = "do not set it"
@@ -52,7 +51,7 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "merge the adapter on the trainer's side, and load the merged weights",
     ),
     "lora_paths": ((None, [], {}), "an adapter's products are added in another order than PEFT's", _UNSET),
-    "speculative_algorithm": ((None,), "its proposals run in another model", _LATER),
+    "speculative_algorithm": ((None,), "its proposals run in another model", LATER),
     **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "dcp_size"), ((1,), _ORDER, _ONE)),
     "moe_runner_backend": (("auto", "triton"), "it lays out weights of experts in another way", _UNSET),
     "moe_a2a_backend": (("none",), _ORDER, _UNSET),
@@ -63,13 +62,13 @@ _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "enable_torch_compile": ((False,), "compiled code has kernels of its own", _UNSET),
     "enable_deterministic_inference": ((False,), "samebits replaces the same operators", _UNSET),
     "rl_on_policy_target": ((None,), "it has the bits of another trainer", "give 'samebits'"),
-    "disaggregation_mode": (("null",), "prefill and decoding in two engines are not tested", _LATER),
-    "enable_hierarchical_cache": ((False,), "its cache is not tested", _LATER),
-    "enable_two_batch_overlap": ((False,), "it cuts batches in two, which is not tested", _LATER),
-    "cpu_offload_gb": ((0, None), "weights that come and go are not tested", _LATER),
-    "dllm_algorithm": ((None,), "only causal models are covered", _LATER),
-    "enable_mis": ((False,), "items that are scored side by side are not covered", _LATER),
-    "is_embedding": ((False,), "only the log-probs of generated text are covered", _LATER),
+    "disaggregation_mode": (("null",), "prefill and decoding in two engines are not tested", LATER),
+    "enable_hierarchical_cache": ((False,), "its cache is not tested", LATER),
+    "enable_two_batch_overlap": ((False,), "it cuts batches in two, which is not tested", LATER),
+    "cpu_offload_gb": ((0, None), "weights that come and go are not tested", LATER),
+    "dllm_algorithm": ((None,), "only causal models are covered", LATER),
+    "enable_mis": ((False,), "items that are scored side by side are not covered", LATER),
+    "is_embedding": ((False,), "only the log-probs of generated text are covered", LATER),
 }
 """Arguments of SGLang: what is covered, why nothing else is, and what to do."""
 
@@ -100,13 +99,13 @@ def check_model(model: nn.Module, config: Any, length: int) -> None:
     models = tuple(f"sglang.srt.models.{m}" for m in native or ())
     if type(model).__module__ not in models:
         raise RefusedError(
-            f"the architecture {type(model).__name__}", f"these are covered: {', '.join(NATIVE)}", _LATER
+            f"the architecture {type(model).__name__}", f"these are covered: {', '.join(NATIVE)}", LATER
         )
     if getattr(config, "quantization_config", None):
         raise RefusedError("quantization_config", *_ARGUMENTS["quantization"][1:])
     option = ignored(type(model).__name__, config)
     if option is not None:
-        raise RefusedError(option, f"SGLang's {type(model).__name__} does not look at it", _LATER)
+        raise RefusedError(option, f"SGLang's {type(model).__name__} does not look at it", LATER)
     unused = replaced(model)
     for name, layer in model.named_modules():
         if any(f"{name}.".startswith(f"{other}.") for other in unused):
@@ -120,9 +119,9 @@ def check_model(model: nn.Module, config: Any, length: int) -> None:
                     what, f"{method.__name__} computes its product", "load unquantised weights"
                 )
             if isinstance(layer, VocabParallelEmbedding) and getattr(layer, "bias", None) is not None:
-                raise RefusedError(what, "SGLang does not add its bias", _LATER)
+                raise RefusedError(what, "SGLang does not add its bias", LATER)
         if getattr(layer, "variance_size_override", None) is not None:
-            raise RefusedError(what, "its norm is of a part of the row", _LATER)
+            raise RefusedError(what, "its norm is of a part of the row", LATER)
         if isinstance(layer, RadixAttention):
             _check_attention(what, layer, config, length)
 
@@ -132,21 +131,21 @@ def _check_class(what: str, layer: nn.Module, models: tuple[str, ...]) -> None:
     if isinstance(layer, RotaryEmbedding):
         forms = "forward", "forward_native", "forward_cuda"
         if any(getattr(kind, form) is not getattr(RotaryEmbedding, form) for form in forms):
-            raise RefusedError(what, "it turns queries and keys in a way of its own", _LATER)
+            raise RefusedError(what, "it turns queries and keys in a way of its own", LATER)
         return
     own = kind.__module__ in (*models, "torch.nn.modules.container")
     if not own and f"{kind.__module__}.{kind.__qualname__}" not in _KNOWN:
-        raise RefusedError(what, "it is on no list of what was proven", _LATER)
+        raise RefusedError(what, "it is on no list of what was proven", LATER)
 
 
 def _check_attention(what: str, layer: RadixAttention, config: Any, length: int) -> None:
     kinds = AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL  # which is causal without images
     if layer.attn_type not in kinds or layer.is_cross_attention:
-        raise RefusedError(what, "it is not a decoder's attention", _LATER)
+        raise RefusedError(what, "it is not a decoder's attention", LATER)
     if layer.use_irope or layer.xai_temperature_len > 0 or layer.pos_encoding_mode != "NONE":
-        raise RefusedError(what, "its scores depend on positions", _LATER)
+        raise RefusedError(what, "its scores depend on positions", LATER)
     if layer.logit_cap and layer.logit_capping_method != "tanh":
-        raise RefusedError(what, f"its scores are capped by {layer.logit_capping_method}", _LATER)
+        raise RefusedError(what, f"its scores are capped by {layer.logit_capping_method}", LATER)
     if layer.quant_method is not None or layer.k_scale is not None or layer.v_scale is not None:
         raise RefusedError(what, "its keys and values are scaled", "give kv_cache_dtype='auto'")
     own, expected = layer.sliding_window_size, _window(config, layer.layer_id)
@@ -155,7 +154,7 @@ def _check_attention(what: str, layer: RadixAttention, config: Any, length: int)
         raise RefusedError(
             what,
             f"its window is {_said(own)}, and that of transformers {_said(expected)}",
-            f"give a context_length of at most {expected + 1}" if expected >= 0 else _LATER,
+            f"give a context_length of at most {expected + 1}" if expected >= 0 else LATER,
         )
 
 

@@ -17,14 +17,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
-from samebits.engines.refusals import RefusedError, ignored
+from samebits.engines.refusals import LATER, RefusedError, ignored
+from samebits.engines.trainer import Attention, Trainer, place
 from samebits.vllm import fp8, lora, parallel
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import replaced
 from samebits.vllm.proven import HYBRIDS, NATIVE
 from samebits.vllm.recurrent import LAYERS
 
-__all__ = ["check_config", "check_model"]
+__all__ = ["check_against", "check_config", "check_model"]
 
 _LAYERS = {
     "activation": ("GeluAndMul", "SiluAndMul"),
@@ -45,7 +46,7 @@ _LAYERS = {
 
 _KNOWN = {f"vllm.model_executor.layers.{m}.{name}" for m, names in _LAYERS.items() for name in names}
 
-_LATER = "run it without samebits; it is not covered yet"
+_OTHERWISE = 'give model_impl="transformers"'
 
 _PROPOSERS = "ngram", "draft_model"
 """Of speculative decoding. What they propose is judged by the model's own log-probs."""
@@ -57,25 +58,6 @@ _ODDITIES = {
     "use_bidirectional_attention": "attention to later tokens",
 }
 """Options of model configurations that change what a covered architecture computes."""
-
-_NOT_READ: tuple[tuple[str, object, tuple[str, ...]], ...] = (
-    (
-        "attention_bias",
-        False,
-        (
-            *("GraniteMoeForCausalLM", "OlmoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-            "Qwen3NextForCausalLM",
-        ),
-    ),
-    ("attention_bias", True, ("GptOssForCausalLM",)),
-    ("rms_norm_eps", 1e-5, ("GptOssForCausalLM",)),
-    (
-        "tie_word_embeddings",
-        False,
-        ("Glm4MoeForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM", "Qwen3NextForCausalLM"),
-    ),
-)
-"""Options that classes of vLLM's own do not read, or not in whole, and the value by which these compute."""
 
 
 def check_config(config: Any) -> None:
@@ -105,14 +87,14 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         what = f"speculative_config with logprobs_mode={model.logprobs_mode!r}"
         yield what, "log-probs of the rejection sampler are not a trainer's", "ask for raw ones"
     if model.runner_type != "generate":
-        yield f"runner={model.runner_type!r}", "only the log-probs of generated text are covered", _LATER
+        yield f"runner={model.runner_type!r}", "only the log-probs of generated text are covered", LATER
     if model.is_multimodal_model:
-        yield "a multimodal model", "images, audio and their encoders are not covered", _LATER
+        yield "a multimodal model", "images, audio and their encoders are not covered", LATER
     on_cpu = current_platform.is_cpu()
     if getattr(model.hf_text_config, "kv_lora_rank", None) and not (model.use_mla or on_cpu):
         hint = "set VLLM_MLA_DISABLE=0, and call samebits.latent.absorb(model) in the trainer"
         yield "MLA in its expanded form", "it has not been proven on a GPU", hint
-    otherwise = "set VLLM_MLA_DISABLE=1" if on_cpu else _LATER
+    otherwise = "set VLLM_MLA_DISABLE=1" if on_cpu else LATER
     if model.use_mla and config.quant_config is not None:
         yield "MLA with quantized weights", "kv_b_proj is applied in 16 bits", otherwise
     if model.use_mla and config.lora_config is not None:
@@ -130,7 +112,7 @@ def _found(config: Any) -> Iterator[tuple[str, str, str]]:
         yield f"head_dtype={head}", f"heads compute in {model.dtype} or torch.float32", "give one of these"
     for name, what in _ODDITIES.items():
         if getattr(model.hf_text_config, name, None):
-            yield f"{name} in the model's configuration", f"{what} is not covered", _LATER
+            yield f"{name} in the model's configuration", f"{what} is not covered", LATER
 
 
 def _found_of_a_draft(speculative: Any, backend: Any) -> Iterator[tuple[str, str, str]]:
@@ -155,7 +137,7 @@ def _found_of_states(config: Any) -> Iterator[tuple[str, str, str]]:
         return
     what = f"recurrent layers of {model.architecture}"
     if model.architecture not in NATIVE:
-        yield what, f"of models with such layers these are covered: {', '.join(HYBRIDS)}", _LATER
+        yield what, f"of models with such layers these are covered: {', '.join(HYBRIDS)}", LATER
     if config.parallel_config.tensor_parallel_size > 1 or parallel.contract_of(config) is not None:
         yield f"several GPUs or segments with {what}", "they are not covered", "give one GPU, and no segments"
     if config.speculative_config is not None:
@@ -183,16 +165,16 @@ def check_model(model: nn.Module, config: Any) -> None:
     models = "vllm.model_executor.models"
     if native is not None and type(model).__module__ in {f"{models}.{m}" for m in native}:
         origins = (*(f"{models}.{m}" for m in native), "torch.nn.modules.container")
-        if said := _not_read(architecture, config.model_config.hf_text_config):
+        if said := ignored(architecture, config.model_config.hf_text_config):
             what, reason = f"{said} in the model's configuration", "vLLM's own class ignores it"
-            raise RefusedError(what, reason, 'give model_impl="transformers"')
+            raise RefusedError(what, reason, _OTHERWISE)
     elif f"{type(model).__module__}.".startswith(f"{models}.transformers."):
         origins = (f"{models}.transformers", "transformers", "torch.nn")
     else:
         raise RefusedError(
             f"the architecture {architecture}",
             f"of vLLM's own classes these are covered: {', '.join(NATIVE)}",
-            'give model_impl="transformers"',
+            _OTHERWISE,
         )
     fp8.check_experts(model, config.model_config)
     unused = *replaced(model), *_quantizers(model)
@@ -208,23 +190,13 @@ def check_model(model: nn.Module, config: Any) -> None:
                 raise RefusedError(what, reason, "load unquantised weights")
         sinks = getattr(layer, "sinks", None)
         if sinks is not None and getattr(getattr(layer, "attn", layer).impl, "sinks", None) is None:
-            raise RefusedError(what, "its attention does not know of its sinks", _LATER)
+            raise RefusedError(what, "its attention does not know of its sinks", LATER)
         if getattr(layer, "variance_size_override", None) is not None:
-            raise RefusedError(what, "its norm is of a part of the row", _LATER)
+            raise RefusedError(what, "its norm is of a part of the row", LATER)
         if hasattr(layer, "impl"):
             _check_attention(what, layer)
         if (hasattr(layer, "A_log") or isinstance(layer, nn.Conv1d)) and type(layer) not in LAYERS:
-            raise RefusedError(what, "it has a state of its own, which vLLM does not keep", _LATER)
-
-
-def _not_read(architecture: str, config: Any) -> str | None:
-    for option, value, architectures in _NOT_READ:
-        if architecture in architectures and getattr(config, option, value) != value:
-            return f"{option}={getattr(config, option)}"
-    mixed = len(set(getattr(config, "layer_types", None) or ())) > 1
-    if mixed and architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        return "layer_types of several kinds"
-    return ignored(architecture, config)
+            raise RefusedError(what, "it has a state of its own, which vLLM does not keep", LATER)
 
 
 def _quantizers(model: nn.Module) -> Iterator[str]:
@@ -239,10 +211,10 @@ def _check_class(what: str, layer: nn.Module, origins: tuple[str, ...]) -> None:
     module = kind.__module__
     if f"{module}.{kind.__qualname__}" in _KNOWN or isinstance(layer, RotaryEmbedding):
         if isinstance(layer, RotaryEmbedding) and kind.forward is not RotaryEmbedding.forward:
-            raise RefusedError(what, "it turns queries and keys in a way of its own", _LATER)
+            raise RefusedError(what, "it turns queries and keys in a way of its own", LATER)
         return
     if not any(module == origin or module.startswith(f"{origin}.") for origin in origins):
-        raise RefusedError(what, "it is on no list of what was proven", _LATER)
+        raise RefusedError(what, "it is on no list of what was proven", LATER)
 
 
 def _check_attention(what: str, layer: Any) -> None:
@@ -250,11 +222,79 @@ def _check_attention(what: str, layer: Any) -> None:
     if not isinstance(own, PagedAttention):
         raise RefusedError(what, f"{type(own).__name__} computes its attention", "do not choose a backend")
     if own.attn_type != AttentionType.DECODER:
-        raise RefusedError(what, f"it is {own.attn_type} attention", _LATER)
+        raise RefusedError(what, f"it is {own.attn_type} attention", LATER)
     if own.alibi_slopes is not None:
-        raise RefusedError(what, "ALiBi's slopes are not covered", _LATER)
+        raise RefusedError(what, "ALiBi's slopes are not covered", LATER)
     if own.kv_sharing_target_layer_name is not None:
-        raise RefusedError(what, "it shares the keys of another layer", _LATER)
+        raise RefusedError(what, "it shares the keys of another layer", LATER)
     if own.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise RefusedError(what, f"its cache is {own.kv_cache_dtype}", "give kv_cache_dtype='auto'")
     own.checked = True
+
+
+def check_against(model: nn.Module, trainer: Trainer, config: Any) -> None:
+    """Refuse a model that is another than the trainer's of the same configuration.
+
+    Args:
+        config: a ``VllmConfig``.
+
+    Raises:
+        RefusedError: it names the layer.
+    """
+    for name, layer in model.named_modules():
+        for what, own, wanted in _compared(name, layer, model, trainer, config):
+            if own != wanted:
+                raise RefusedError(
+                    f"the layer {name or '(the model)'} of class {type(layer).__name__}",
+                    f"{what} is {own}, and in transformers {wanted}",
+                    _OTHERWISE if type(model).__name__ in NATIVE else LATER,
+                )
+
+
+def _compared(
+    name: str, layer: Any, model: Any, trainer: Trainer, config: Any
+) -> Iterator[tuple[str, object, object]]:
+    """What of a layer, as it is in vLLM and in the trainer."""
+    at = number, last = place(getattr(layer, "layer_name", name))
+    eps, known = getattr(layer, "variance_epsilon", getattr(layer, "eps", None)), trainer.eps.get(at, ())
+    if layer is model:
+        yield "tie_word_embeddings", _tied(model), trainer.tied
+    elif isinstance(getattr(layer, "impl", None), PagedAttention):
+        if number not in trainer.attention:
+            yield "its attention", "there", "nowhere"
+        else:
+            own, asked = _attention(layer.impl, trainer.attention[number], config)
+            yield from zip(Attention._fields, own, asked, strict=True)
+    elif isinstance(layer, LinearBase):
+        parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
+        biases = {b for part in parts for b in trainer.biases.get((number, part), ())}
+        if biases:
+            yield "bias", layer.bias is not None, any(biases)
+    elif eps is not None and len(known) == 1:
+        yield "eps", eps, min(known)
+
+
+def _tied(model: Any) -> bool:
+    """Whether the head has an embedding's weight. Without a head of their own, models take the embedding."""
+    weights = {
+        at: m.weight.data_ptr() for at, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)
+    }
+    return weights.pop("lm_head", None) in (None, *weights.values())
+
+
+def _attention(own: PagedAttention, asked: Attention, config: Any) -> tuple[Attention, Attention]:
+    """Of one rank, as it is in vLLM and in the trainer."""
+    longest, ranks = config.model_config.max_model_len, config.parallel_config.tensor_parallel_size
+    asked = asked._replace(heads=asked.heads // ranks, kv_heads=max(1, asked.kv_heads // ranks))
+    if config.model_config.use_mla:  # absorbed
+        asked = asked._replace(kv_heads=own.num_kv_heads, size=own.head_size)
+    found = Attention(
+        heads=own.num_heads,
+        kv_heads=own.num_kv_heads,
+        size=own.head_size,
+        window=own.left + 1 or None,
+        scale=own.scale,
+        softcap=own.logits_soft_cap,
+        sinks=own.sinks is not None,
+    )
+    return found.within(longest), asked.within(longest)

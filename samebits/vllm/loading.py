@@ -16,11 +16,12 @@ from vllm.v1.engine.core import EngineCore
 
 from samebits.engines import frequencies
 from samebits.engines.hooks import Hooks
+from samebits.engines.trainer import Trainer
 from samebits.fusion import fuse_parts
 from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
 from samebits.mode.calls import outermost
 from samebits.vllm import parallel, sampling
-from samebits.vllm.covered import check_model
+from samebits.vllm.covered import check_against, check_model
 from samebits.vllm.experts import set_experts
 from samebits.vllm.proven import ROUNDED_ONCE
 from samebits.vllm.recurrent import set_layers
@@ -76,11 +77,13 @@ def _load(own: Callable[..., nn.Module], hooks: Hooks) -> Callable[..., nn.Modul
         set_experts(model, model_config.hf_text_config, parallel.contract_of(vllm_config))
         set_layers(model, vllm_config, hooks)
         check_model(model, vllm_config)
+        trainer = Trainer(model_config.hf_text_config)
+        check_against(model, trainer, vllm_config)
         fuse_parts(model)
         parallel.set_contracts(model, vllm_config)
         _set_frequencies(model, model_config)
         _set_norms(model)
-        _set_logits(model, model_config.hf_text_config)
+        _set_logits(model, trainer)
         if current_platform.is_cuda():
             warm_up(model, vllm_config)
         for name in ("forward", "compute_logits"):
@@ -109,16 +112,16 @@ def _set_norms(model: nn.Module) -> None:
             module.samebits_rounding = "once"
 
 
-def _set_logits(model: nn.Module, config: Any) -> None:
+def _set_logits(model: nn.Module, trainer: Trainer) -> None:
     """Let logits be changed after the head as ``transformers`` does."""
     processor = getattr(model, "logits_processor", None)
     if processor is None:
         return
-    divisor = getattr(config, "logits_scaling", None)
-    if divisor:  # Granite divides. vLLM would multiply by the inverse, or do nothing.
-        processor.samebits_divisor, processor.scale = divisor, 1.0
-    if processor.soft_cap is None:  # vLLM's Transformers backend did not set it before 0.27
-        processor.soft_cap = getattr(config, "final_logit_softcapping", None)
+    processor.scale = trainer.option("logit_scale") or 1.0
+    processor.soft_cap = trainer.option("final_logit_softcapping")
+    divisor = trainer.option("logits_scaling")
+    if divisor:  # vLLM would multiply by the inverse, or do nothing
+        processor.samebits_divisor = divisor
 
 
 def _set_frequencies(model: nn.Module, of: Any) -> None:

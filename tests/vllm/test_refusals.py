@@ -13,8 +13,6 @@ from tests.vllm.conftest import Engine, generate
 
 SEGMENTS = {"samebits": {"segments": 8}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-
-
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
@@ -44,9 +42,19 @@ def _segments(count: int) -> dict[str, Any]:
             r"enable_lora with weights offloaded .*neither",
         ),
         ("olmoe", {"hf_overrides": {"clip_qkv": 8.0}}, r"clip_qkv=8.0 .*give model_impl=.transformers"),
-        ("qwen3", {"hf_overrides": {"attention_bias": True}}, r"attention_bias=True .*own class ignores it"),
-        ("gpt_oss", {"hf_overrides": {"attention_bias": False}}, r"attention_bias=False .*own class ignores"),
-        ("gpt_oss", {"hf_overrides": {"rms_norm_eps": 1e-6}}, r"rms_norm_eps=1e-06 .*own class ignores it"),
+        (
+            "qwen3",
+            {"hf_overrides": {"attention_bias": True}},
+            r"self_attn.\w+_proj .*: bias is False, and in transformers True.*give model_impl=.transformers",
+        ),
+        ("gpt_oss", {"hf_overrides": {"attention_bias": False}}, r"attn.qkv_proj .*: bias is True, and in"),
+        ("gpt_oss", {"hf_overrides": {"rms_norm_eps": 1e-6}}, r"norm of class RMSNorm: eps is 1e-05, and in"),
+        ("llama", {"hf_overrides": {"sliding_window": 16}}, r"0.self_attn.attn .*: window is 16, and in"),
+        (
+            "qwen3",
+            {"hf_overrides": {"attn_logit_softcapping": 5.0}, "model_impl": "transformers"},
+            r"0.self_attn.attn .*: softcap is 5.0, and in transformers 0.0.*run it without samebits",
+        ),
         (
             "qwen3",
             {"hf_overrides": {"rope_parameters": PARTIAL}},
@@ -82,35 +90,6 @@ def _segments(count: int) -> dict[str, Any]:
 def test_options(name: str, options: dict[str, Any], said: str, engine: Engine) -> None:
     with pytest.raises(RefusedError, match=said):
         engine(name, **options)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "option", "value", "said"),
-    [
-        *(
-            (f"{name}ForCausalLM", "tie_word_embeddings", True, "tie_word_embeddings=True")
-            for name in ("Glm4Moe", "GptOss", "Olmoe", "Qwen3Next")
-        ),
-        *(
-            (f"{name}ForCausalLM", "attention_bias", True, "attention_bias=True")
-            for name in ("GraniteMoe", "Olmoe", "Qwen3Moe", "Qwen3Next")
-        ),
-        *(
-            (
-                f"{name}ForCausalLM",
-                "layer_types",
-                ["full_attention", "sliding_attention"],
-                "layer_types of several kinds",
-            )
-            for name in ("Qwen2", "Qwen3")
-        ),
-    ],
-)
-def test_options_that_a_class_does_not_read(architecture: str, option: str, value: object, said: str) -> None:
-    """vLLM served such models without an error, and their log-probs were not a trainer's."""
-    from samebits.vllm.covered import _not_read
-
-    assert _not_read(architecture, SimpleNamespace(**{option: value})) == said
 
 
 @pytest.fixture
@@ -158,6 +137,50 @@ def test_layers(loaded: tuple[Any, Any]) -> None:
             check_model(model, config)
         setattr(of, name, before)
     check_model(model, config)
+
+
+def test_layers_of_another_model(loaded: tuple[Any, Any]) -> None:
+    """Each is changed, refused with what ``transformers`` has, and changed back."""
+    from samebits.engines.trainer import Trainer
+    from samebits.vllm.covered import check_against
+
+    model, config = loaded
+    layer, trainer = model.model.layers[1], Trainer(config.model_config.hf_text_config)
+    own = layer.self_attn.attn.impl
+    changes: list[tuple[Any, str, Any, str]] = [
+        (own, "num_heads", 2, r"layers.1.self_attn.attn .*: heads is 2, and in transformers 4"),
+        (own, "num_kv_heads", 1, r"layers.1.self_attn.attn .*: kv_heads is 1, and in transformers 2"),
+        (own, "head_size", 64, r"layers.1.self_attn.attn .*: size is 64, and in transformers 32"),
+        (own, "sliding_window", 8, r"layers.1.self_attn.attn .*: window is 8, and in transformers None"),
+        (own, "scale", 0.5, r"layers.1.self_attn.attn .*: scale is 0.5, and in transformers 0.17"),
+        (own, "sinks", object(), r"layers.1.self_attn.attn .*: sinks is True, and in transformers False"),
+        (layer.self_attn.q_norm, "variance_epsilon", 1e-3, r"layers.1.self_attn.q_norm .*: eps is 0.001"),
+        (trainer, "biases", {(1, "down_proj"): {True}}, r"layers.1.mlp.down_proj .*: bias is False, and in"),
+        (trainer, "tied", True, r"tie_word_embeddings is False, and in transformers True"),
+        (trainer, "attention", {}, r"layers.0.self_attn.attn .*: its attention is there, and in .* nowhere"),
+    ]
+    for of, name, value, said in changes:
+        with pytest.MonkeyPatch.context() as changed:
+            changed.setattr(of, name, value)
+            with pytest.raises(RefusedError, match=said):
+                check_against(model, trainer, config)
+    check_against(model, trainer, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "implementation"),
+    [
+        ("llama", {"logit_scale": 0.25}, "auto"),
+        ("qwen3", {"logit_scale": 0.25, "final_logit_softcapping": 10.0}, "transformers"),
+    ],
+)
+def test_options_of_the_head_that_a_trainer_does_not_read(
+    name: str, options: dict[str, Any], implementation: str, engine: Engine
+) -> None:
+    """vLLM would scale logits, or cap them."""
+    llm: Any = engine(name, hf_overrides=options, model_impl=implementation).llm_engine
+    processor = llm.model_executor.driver_worker.get_model().logits_processor
+    assert (processor.scale, processor.soft_cap) == (1.0, None)
 
 
 @pytest.mark.parametrize(
