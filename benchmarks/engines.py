@@ -2,7 +2,7 @@
 
 Each engine runs in a process of its own, one after the other, with its defaults where the plug-in asks for
 no others. Weights are random. Every round has new random prompts, and returns the log-prob of each sampled
-token. The first round warms up; of the three others the median counts.
+token. The first round warms up; of the seven others the median counts.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ DECODED = ((1, 128), (8, 256), (64, 256), (256, 256))
 PROMPT = 128
 PREFILLED = (64, 2048)
 """Prompts, and their tokens."""
-ROUNDS = 3
+ROUNDS = 7
 WORKS = (
     *(f"decode, {n} row{'s' * (n > 1)}" for n, _ in DECODED),
     f"prefill, {PREFILLED[0]} x {PREFILLED[1]:,}",

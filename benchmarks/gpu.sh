@@ -28,7 +28,7 @@ measure() { # NAME SECONDS COMMAND...
 measure logp 150 logp
 measure peers 200 peers
 measure models 170 models
-measure steps 450 steps
+measure steps 900 steps
 measure rows 150 rows
 measure fused 180 fused
 measure grouped 240 grouped

@@ -3,13 +3,13 @@
 python -m benchmarks steps [--only KIND ...] [--forms FORM ...] [--steps PART] [--layers N] [--merge]
                            [--commit COMMIT] [--out FILE]
 
-It writes benchmarks/results/<gpu>/steps.json: training steps (forward and backward) of a Llama, of a Qwen3
-with activation checkpointing and of a model of experts, decoding with a static cache of 1,024 keys (as a CUDA
-graph and call by call), and the peak memory of each. `FORMS` has what takes part, and `KINDS` in what. Liger
-does if it is installed. The loss is the model's own, and in some steps ``linear_logp``, beside PyTorch's own;
-``--layers`` makes models of so many, and results say so. A row can be measured alone: ``--merge`` puts it
-into results of the same commit and machine, in place of those of its steps. Runs on several GPUs may do so
-at once::
+It writes benchmarks/results/<gpu>/steps.json, anew after each step: training steps (forward and backward) of a
+Llama, of a Qwen3 with activation checkpointing and of a model of experts, decoding with a static cache of
+1,024 keys (as a CUDA graph and call by call), and the peak memory of each. `FORMS` has what takes part, and
+`KINDS` in what. Liger does if it is installed. The loss is the model's own, and in some steps
+``linear_logp``, beside PyTorch's own; ``--layers`` makes models of so many, and results say so. A row can be
+measured alone: ``--merge`` puts it into results of the same commit and machine, in place of those of its
+steps. Runs on several GPUs may do so at once::
 
     CUDA_VISIBLE_DEVICES=1 taskset -c 16-31 \\
         python -m benchmarks steps --only training --steps 'forward + backward, 8 x 512' --merge
@@ -446,9 +446,8 @@ def chosen(works: Sequence[str], part: str) -> list[str]:
 
 def measure(
     console: Console, kinds: Sequence[str], some: Sequence[str], part: str, layers: int | None
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The steps of these kinds that `part` chooses, in some forms."""
-    cases: list[dict[str, Any]] = []
     skipped = {form: why for form, why in absent().items() if form in some}
     for form, why in skipped.items():
         console.print(f"{form}: skipped, {why}")
@@ -492,10 +491,9 @@ def measure(
                 for form in found.keys() & {*COMPILED}:
                     found[form]["first_s"] = round(first[form], 1)
                 name = work if layers is None else f"{work}, {layers}{_LAYERS}"
-                cases.append({"work": name} | found)
+                yield {"work": name} | found
         for of in forms.values():
             of.send(None)
-    return cases
 
 
 OURS = tuple(form for form in FORMS if FORMS[form].within is not nullcontext)
@@ -547,16 +545,17 @@ def main() -> None:
         parser.error(
             "expected --merge or --out with --only, --forms, --steps or --layers, since results have all"
         )
-    console, record = Console(width=200), environment(options.commit)
+    console = Console(width=200)
+    cases: list[dict[str, Any]] = []
     data = {
-        "environment": record,
+        "environment": environment(options.commit),
         "model": BILLION,
         "checkpointed": CHECKPOINTED,
         "experts": EXPERTS,
-        "cases": measure(
-            *(console, options.only or list(KINDS), options.forms or list(FORMS)),
-            *(options.steps, options.layers),
-        ),
+        "cases": cases,
     }
+    kinds, forms = options.only or list(KINDS), options.forms or list(FORMS)
+    for case in measure(console, kinds, forms, options.steps, options.layers):
+        cases.append(case)
+        save(results(options.out, "steps.json"), data, options.merge)
     console.print(show(data))
-    save(results(options.out, "steps.json"), data, options.merge)

@@ -268,12 +268,13 @@ def gpu_engine(data: dict[str, Any]) -> str:
         rows.append([what, *(f"{v:,.0f}" for v in values), *(f"{v / values[0]:.2f}" for v in values[1:])])
     head = [names[name] for name in found]
     attention = data["engines"]["stock"].get("attention")
+    rounds = len(data["engines"]["stock"]["tokens_per_second"][engines.WORKS[0]])
     of_stock = f" Stock has the attention that it calls `{attention}`." if attention else ""
     return "\n\n".join(
         (
             table(["tokens per second", *head, *(f"{name} / stock" for name in head[1:])], rows),
             f"{data['model']}'s shape, random weights, bf16, with the log-prob of each sampled token. Prompts"
-            f" of {engines.PROMPT} tokens where tokens are decoded. Medians of {engines.ROUNDS} rounds. Each"
+            f" of {engines.PROMPT} tokens where tokens are decoded. Medians of {rounds} rounds. Each"
             f" engine has a process of its own.{of_stock}",
             measured_on_gpu(data),
         )
