@@ -3,8 +3,8 @@
 python -m benchmarks steps [--only KIND ...] [--forms FORM ...] [--steps PART] [--layers N] [--merge]
                            [--commit COMMIT] [--out FILE]
 
-It writes benchmarks/results/<gpu>/steps.json, anew after each step: training steps (forward and backward) of a
-Llama, of a Qwen3 with activation checkpointing and of a model of experts, decoding with a static cache of
+It writes benchmarks/results/<gpu>/steps.json, anew after each step: training steps (forward and backward) of
+a Llama, of a Qwen3 with activation checkpointing and of a model of experts, decoding with a static cache of
 1,024 keys (as a CUDA graph and call by call), and the peak memory of each. `FORMS` has what takes part, and
 `KINDS` in what. Liger does if it is installed. The loss is the model's own, and in some steps
 ``linear_logp``, beside PyTorch's own; ``--layers`` makes models of so many, and results say so. A row can be
