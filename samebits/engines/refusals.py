@@ -43,19 +43,10 @@ def ignored(architecture: str, config: Any) -> str | None:
     Args:
         config: of ``transformers``, for the text model.
     """
-    if architecture == "OlmoeForCausalLM":
-        if config.rms_norm_eps != 1e-5:
-            return f"rms_norm_eps={config.rms_norm_eps}"
-        if config.clip_qkv is not None:
-            return f"clip_qkv={config.clip_qkv}"
+    if architecture == "OlmoeForCausalLM" and config.clip_qkv is not None:
+        return f"clip_qkv={config.clip_qkv}"
     if architecture == "Qwen3NextForCausalLM":
         for name, value in (("layer_scale", False), ("attn_output_gate", True), ("output_gate_type", "silu")):
             if getattr(config, name, value) != value:
                 return f"{name}={getattr(config, name)}"
-    if architecture == "Qwen3MoeForCausalLM" and config.use_sliding_window:
-        return "use_sliding_window"
-    if architecture == "GptOssForCausalLM":
-        windows = [kind == "sliding_attention" for kind in config.layer_types]
-        if windows != [i % 2 == 0 for i in range(len(windows))]:
-            return "layer_types that do not alternate"
     return None

@@ -9,9 +9,9 @@ import copy
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samebits.engines.refusals import LATER, RefusedError
 from samebits.transformers import spans_of
 
-__all__ = ["Attention", "Place", "Trainer", "place"]
+__all__ = ["Attention", "Place", "TrainerModel", "place"]
 
 _NAME = "samebits_asked"
+_PACKED = {"gate_up_proj": ["gate_proj", "up_proj"], "qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+"""Layers that engines make of several, unless they say so themselves."""
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 Place = tuple[int | None, str]
 
@@ -53,12 +55,16 @@ class Attention(NamedTuple):
     softcap: float
     sinks: bool
 
+    def shared(self, ranks: int) -> Attention:
+        """The same on one of so many ranks."""
+        return self._replace(heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
+
     def within(self, longest: int) -> Attention:
         """The same for sequences of at most so many tokens."""
         return self if self.window is None or self.window < longest else self._replace(window=None)
 
 
-class Trainer:
+class TrainerModel:
     """The model of ``transformers`` of a configuration.
 
     Args:
@@ -97,10 +103,8 @@ class Trainer:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 self.biases[place(name)].add(module.bias is not None)
-            elif "Norm" in type(module).__name__:
-                found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-                if found is not None:
-                    self.eps[place(name)].add(found)
+            elif "Norm" in type(module).__name__ and _eps(module) is not None:
+                self.eps[place(name)].add(_eps(module))
         head = model.get_output_embeddings()
         self.tied = head is not None and head.weight is model.get_input_embeddings().weight
         self._code = inspect.getsource(inspect.getmodule(type(model)))  # type: ignore[arg-type]
@@ -108,6 +112,58 @@ class Trainer:
     def option(self, name: str) -> Any:
         """What the configuration says, if the model's code reads it; else None."""
         return getattr(self._config, name, None) if re.search(rf"\b{name}\b", self._code) else None
+
+    def check(
+        self,
+        model: nn.Module,
+        attention: Callable[[Any], Attention | None],
+        linear: type[Any],
+        embedding: type[Any],
+        *,
+        longest: int,
+        ranks: int = 1,
+        remedy: str = LATER,
+    ) -> None:
+        """Refuse an engine's model that is another.
+
+        Args:
+            attention: what a layer computes on a rank, if it is one of attention.
+            linear, embedding: the engine's classes.
+            longest: tokens of a sequence.
+            ranks: that share heads.
+
+        Raises:
+            RefusedError: it names the layer, and what differs.
+        """
+        packed = _PACKED | getattr(model, "packed_modules_mapping", {})
+        weights: dict[str, int] = {}
+
+        def compared(name: str, layer: Any) -> Iterator[tuple[str, object, object]]:
+            number, last = place(getattr(layer, "layer_name", name))
+            if isinstance(layer, embedding):
+                weights[name] = layer.weight.data_ptr()
+            elif isinstance(layer, linear):
+                biases = {b for part in packed.get(last, [last]) for b in self.biases.get((number, part), ())}
+                if biases:
+                    yield "bias", getattr(layer, "bias", None) is not None, any(biases)
+            elif (own := attention(layer)) is not None:
+                asked = None if number is None else self.attention.get(number)
+                if asked is None:
+                    yield "its attention", "there", "nowhere"
+                else:
+                    both = own.within(longest), asked.shared(ranks).within(longest)
+                    yield from zip(Attention._fields, *both, strict=True)
+            elif len(known := self.eps.get((number, last), ())) == 1:
+                yield "eps", _eps(layer), *known
+
+        for name, layer in model.named_modules():
+            for what, own, wanted in compared(name, layer):
+                if own != wanted:
+                    _refuse(f"the layer {name} of class {type(layer).__name__}", what, own, wanted, remedy)
+        # Without a head of their own, models take the embedding.
+        tied = weights.pop("lm_head", None) in (None, *weights.values())
+        if tied != self.tied:
+            _refuse("the head", "tie_word_embeddings", tied, self.tied, remedy)
 
     def _asked(
         self,
@@ -145,6 +201,16 @@ class Trainer:
             sinks=s_aux is not None,
         )
         return query.new_empty(batch, tokens, heads, value.shape[-1]), None
+
+
+def _eps(norm: Any) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _refuse(where: str, what: str, own: Any, wanted: Any, remedy: str) -> NoReturn:
+    if what == "window":
+        remedy += f"; or give a maximum length of {min(window for window in (own, wanted) if window)}"
+    raise RefusedError(where, f"{what} is {own}, and in transformers {wanted}", remedy)
 
 
 def _mask(**asked: Any) -> Tensor:

@@ -12,10 +12,11 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import nn
 
 from samebits.engines.refusals import LATER, RefusedError, ignored
+from samebits.engines.trainer import Attention, TrainerModel
 from samebits.sglang.experts import replaced
 from samebits.sglang.proven import NATIVE
 
-__all__ = ["check_arguments", "check_model"]
+__all__ = ["check_against", "check_arguments", "check_model"]
 
 _LAYERS = {
     "activation": ("GeluAndMul", "SiluAndMul"),
@@ -85,12 +86,11 @@ def check_arguments(args: Any) -> None:
             raise RefusedError(f"{name}={value!r}", reason, remedy)
 
 
-def check_model(model: nn.Module, config: Any, length: int) -> None:
+def check_model(model: nn.Module, config: Any) -> None:
     """Refuse a model with a layer that is not covered.
 
     Args:
         config: of the ``transformers`` model.
-        length: the longest sequence that the engine allows.
 
     Raises:
         RefusedError: it names the layer.
@@ -123,7 +123,7 @@ def check_model(model: nn.Module, config: Any, length: int) -> None:
         if getattr(layer, "variance_size_override", None) is not None:
             raise RefusedError(what, "its norm is of a part of the row", LATER)
         if isinstance(layer, RadixAttention):
-            _check_attention(what, layer, config, length)
+            _check_attention(what, layer)
 
 
 def _check_class(what: str, layer: nn.Module, models: tuple[str, ...]) -> None:
@@ -138,7 +138,7 @@ def _check_class(what: str, layer: nn.Module, models: tuple[str, ...]) -> None:
         raise RefusedError(what, "it is on no list of what was proven", LATER)
 
 
-def _check_attention(what: str, layer: RadixAttention, config: Any, length: int) -> None:
+def _check_attention(what: str, layer: RadixAttention) -> None:
     kinds = AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL  # which is causal without images
     if layer.attn_type not in kinds or layer.is_cross_attention:
         raise RefusedError(what, "it is not a decoder's attention", LATER)
@@ -148,25 +148,29 @@ def _check_attention(what: str, layer: RadixAttention, config: Any, length: int)
         raise RefusedError(what, f"its scores are capped by {layer.logit_capping_method}", LATER)
     if layer.quant_method is not None or layer.k_scale is not None or layer.v_scale is not None:
         raise RefusedError(what, "its keys and values are scaled", "give kv_cache_dtype='auto'")
-    own, expected = layer.sliding_window_size, _window(config, layer.layer_id)
-    shortest = min((n + 1 for n in (own, expected) if n >= 0), default=length)
-    if own != expected and shortest < length:
-        raise RefusedError(
-            what,
-            f"its window is {_said(own)}, and that of transformers {_said(expected)}",
-            f"give a context_length of at most {expected + 1}" if expected >= 0 else LATER,
-        )
 
 
-def _window(config: Any, layer: int) -> int:
-    """How many keys a query of a layer sees before its own, in ``transformers``; -1 for all."""
-    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if not window or (types is not None and types[layer] != "sliding_attention"):
-        return -1
-    if types is None and not getattr(config, "use_sliding_window", True):
-        return -1
-    return int(window) - 1
+def check_against(model: nn.Module, trainer: TrainerModel, length: int) -> None:
+    """Refuse a model that is another than the trainer's of the same configuration.
+
+    Args:
+        length: the longest sequence that the engine allows.
+
+    Raises:
+        RefusedError: it names the layer.
+    """
+    trainer.check(model, _attention, LinearBase, VocabParallelEmbedding, longest=length)
 
 
-def _said(left: int) -> str:
-    return f"{left + 1} keys" if left >= 0 else "not limited"
+def _attention(layer: Any) -> Attention | None:
+    if not isinstance(layer, RadixAttention):
+        return None
+    return Attention(
+        heads=layer.tp_q_head_num,
+        kv_heads=layer.tp_k_head_num,
+        size=layer.head_dim,
+        window=layer.sliding_window_size + 1 or None,
+        scale=layer.scaling,
+        softcap=layer.logit_cap or 0.0,
+        sinks=False,
+    )

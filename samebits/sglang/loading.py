@@ -15,9 +15,10 @@ from torch import nn
 
 from samebits.engines import frequencies
 from samebits.engines.hooks import Hooks
+from samebits.engines.trainer import TrainerModel
 from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
 from samebits.mode.calls import outermost
-from samebits.sglang.covered import check_arguments, check_model
+from samebits.sglang.covered import check_against, check_arguments, check_model
 from samebits.sglang.experts import set_experts
 
 __all__ = ["install"]
@@ -49,12 +50,14 @@ def _load(own: Callable[[Any], None], hooks: Hooks) -> Callable[[Any], None]:
         own(self)
         model, config = self.model, self.model_config.hf_text_config
         length = self.model_config.context_len
-        check_model(model, config, length)
+        check_model(model, config)
+        trainer = TrainerModel(config)
+        check_against(model, trainer, length)
         set_experts(model, config)
         weight = next(model.parameters())
         of_tables = weight.dtype, weight.device, None
         frequencies.set_tables(model, config, length, RotaryEmbedding, lambda _: of_tables)
-        _set_logits(model.logits_processor, config)
+        _set_logits(model.logits_processor, trainer)
         _round_scales(model)
         if self.device == "cuda":
             from samebits.sglang.warmup import warm_up
@@ -77,10 +80,10 @@ def _strict(call: Callable[..., Any]) -> Callable[..., Any]:
     return strictly
 
 
-def _set_logits(processor: Any, config: Any) -> None:
+def _set_logits(processor: Any, trainer: TrainerModel) -> None:
     """Let logits be changed after the head as ``transformers`` does: see ``layers.py``."""
-    processor.samebits_divisor = getattr(config, "logits_scaling", None) or None
-    processor.samebits_soft_cap = processor.final_logit_softcapping
+    processor.samebits_divisor = trainer.option("logits_scaling") or None
+    processor.samebits_soft_cap = trainer.option("final_logit_softcapping")
     processor.final_logit_softcapping = processor.logit_scale = None
 
 

@@ -18,10 +18,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
 from samebits.engines.refusals import LATER, RefusedError, ignored
-from samebits.engines.trainer import Attention, Trainer, place
+from samebits.engines.trainer import Attention, TrainerModel
 from samebits.vllm import fp8, lora, parallel
 from samebits.vllm.attention import PagedAttention
 from samebits.vllm.experts import replaced
+from samebits.vllm.mla import SamebitsMLAImpl
 from samebits.vllm.proven import HYBRIDS, NATIVE
 from samebits.vllm.recurrent import LAYERS
 
@@ -232,7 +233,7 @@ def _check_attention(what: str, layer: Any) -> None:
     own.checked = True
 
 
-def check_against(model: nn.Module, trainer: Trainer, config: Any) -> None:
+def check_against(model: nn.Module, trainer: TrainerModel, config: Any) -> None:
     """Refuse a model that is another than the trainer's of the same configuration.
 
     Args:
@@ -241,60 +242,27 @@ def check_against(model: nn.Module, trainer: Trainer, config: Any) -> None:
     Raises:
         RefusedError: it names the layer.
     """
-    for name, layer in model.named_modules():
-        for what, own, wanted in _compared(name, layer, model, trainer, config):
-            if own != wanted:
-                raise RefusedError(
-                    f"the layer {name or '(the model)'} of class {type(layer).__name__}",
-                    f"{what} is {own}, and in transformers {wanted}",
-                    _OTHERWISE if type(model).__name__ in NATIVE else LATER,
-                )
+    trainer.check(
+        *(model, _attention, LinearBase, VocabParallelEmbedding),
+        longest=config.model_config.max_model_len,
+        ranks=config.parallel_config.tensor_parallel_size,
+        remedy=_OTHERWISE if type(model).__name__ in NATIVE else LATER,
+    )
 
 
-def _compared(
-    name: str, layer: Any, model: Any, trainer: Trainer, config: Any
-) -> Iterator[tuple[str, object, object]]:
-    """What of a layer, as it is in vLLM and in the trainer."""
-    at = number, last = place(getattr(layer, "layer_name", name))
-    eps, known = getattr(layer, "variance_epsilon", getattr(layer, "eps", None)), trainer.eps.get(at, ())
-    if layer is model:
-        yield "tie_word_embeddings", _tied(model), trainer.tied
-    elif isinstance(getattr(layer, "impl", None), PagedAttention):
-        if number not in trainer.attention:
-            yield "its attention", "there", "nowhere"
-        else:
-            own, asked = _attention(layer.impl, trainer.attention[number], config)
-            yield from zip(Attention._fields, own, asked, strict=True)
-    elif isinstance(layer, LinearBase):
-        parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
-        biases = {b for part in parts for b in trainer.biases.get((number, part), ())}
-        if biases:
-            yield "bias", layer.bias is not None, any(biases)
-    elif eps is not None and len(known) == 1:
-        yield "eps", eps, min(known)
-
-
-def _tied(model: Any) -> bool:
-    """Whether the head has an embedding's weight. Without a head of their own, models take the embedding."""
-    weights = {
-        at: m.weight.data_ptr() for at, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)
-    }
-    return weights.pop("lm_head", None) in (None, *weights.values())
-
-
-def _attention(own: PagedAttention, asked: Attention, config: Any) -> tuple[Attention, Attention]:
-    """Of one rank, as it is in vLLM and in the trainer."""
-    longest, ranks = config.model_config.max_model_len, config.parallel_config.tensor_parallel_size
-    asked = asked._replace(heads=asked.heads // ranks, kv_heads=max(1, asked.kv_heads // ranks))
-    if config.model_config.use_mla:  # absorbed
-        asked = asked._replace(kv_heads=own.num_kv_heads, size=own.head_size)
-    found = Attention(
+def _attention(layer: Any) -> Attention | None:
+    own = getattr(layer, "impl", None)
+    if not isinstance(own, PagedAttention):
+        return None
+    kv_heads, size = own.num_kv_heads, own.head_size
+    if isinstance(own, SamebitsMLAImpl):  # which absorbs what makes keys of all heads
+        kv_heads, size = own.num_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim
+    return Attention(
         heads=own.num_heads,
-        kv_heads=own.num_kv_heads,
-        size=own.head_size,
+        kv_heads=kv_heads,
+        size=size,
         window=own.left + 1 or None,
         scale=own.scale,
         softcap=own.logits_soft_cap,
         sinks=own.sinks is not None,
     )
-    return found.within(longest), asked.within(longest)

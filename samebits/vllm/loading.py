@@ -16,7 +16,7 @@ from vllm.v1.engine.core import EngineCore
 
 from samebits.engines import frequencies
 from samebits.engines.hooks import Hooks
-from samebits.engines.trainer import Trainer
+from samebits.engines.trainer import TrainerModel
 from samebits.fusion import fuse_parts
 from samebits.mode import batch_invariant, disable_batch_invariant_mode, enable_batch_invariant_mode
 from samebits.mode.calls import outermost
@@ -77,7 +77,7 @@ def _load(own: Callable[..., nn.Module], hooks: Hooks) -> Callable[..., nn.Modul
         set_experts(model, model_config.hf_text_config, parallel.contract_of(vllm_config))
         set_layers(model, vllm_config, hooks)
         check_model(model, vllm_config)
-        trainer = Trainer(model_config.hf_text_config)
+        trainer = TrainerModel(model_config.hf_text_config)
         check_against(model, trainer, vllm_config)
         fuse_parts(model)
         parallel.set_contracts(model, vllm_config)
@@ -112,7 +112,7 @@ def _set_norms(model: nn.Module) -> None:
             module.samebits_rounding = "once"
 
 
-def _set_logits(model: nn.Module, trainer: Trainer) -> None:
+def _set_logits(model: nn.Module, trainer: TrainerModel) -> None:
     """Let logits be changed after the head as ``transformers`` does."""
     processor = getattr(model, "logits_processor", None)
     if processor is None:

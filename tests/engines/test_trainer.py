@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from samebits.engines.refusals import RefusedError
-from samebits.engines.trainer import Attention, Trainer, place
+from samebits.engines.trainer import Attention, TrainerModel, place
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,13 +56,13 @@ def config(kind: str, **options: Any) -> Any:
 )
 def test_attention(kind: str, options: dict[str, Any], asked: list[Attention | None]) -> None:
     expected = {i: attention for i, attention in enumerate(asked) if attention is not None}
-    assert Trainer(config(kind, **options)).attention == expected
+    assert TrainerModel(config(kind, **options)).attention == expected
 
 
 def test_heads_of_a_layer() -> None:
     """MiMo's layers with a window have twice as many of keys and values."""
     options = MIXED | {"v_head_dim": 32, "mlp_layer_types": ["dense", "dense"]}
-    asked = Trainer(config("MiMoV2Flash", **options)).attention
+    asked = TrainerModel(config("MiMoV2Flash", **options)).attention
     assert [attention.kv_heads for attention in asked.values()] == [4, 2]
 
 
@@ -81,24 +81,24 @@ def test_heads_of_a_layer() -> None:
 )
 def test_refusals(kind: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(RefusedError, match=said):
-        Trainer(config(kind, **options))
+        TrainerModel(config(kind, **options))
 
 
 def test_layers() -> None:
     """Biases, eps and the head are the model's, whatever the configuration says."""
-    trainer = Trainer(config("Qwen3", attention_bias=True, rms_norm_eps=1e-3, tie_word_embeddings=True))
+    trainer = TrainerModel(config("Qwen3", attention_bias=True, rms_norm_eps=1e-3, tie_word_embeddings=True))
     assert {part for (_, part), found in trainer.biases.items() if found == {True}} == {
         *("q_proj", "k_proj", "v_proj", "o_proj")
     }
     assert trainer.biases[1, "down_proj"] == trainer.biases[None, "lm_head"] == {False}
     assert trainer.eps[0, "q_norm"] == trainer.eps[None, "norm"] == {1e-3}
     assert trainer.tied
-    assert not Trainer(config("Qwen3", tie_word_embeddings=False)).tied
+    assert not TrainerModel(config("Qwen3", tie_word_embeddings=False)).tied
 
 
 def test_options_that_the_code_does_not_read() -> None:
     both = {"logits_scaling": 3.0, "final_logit_softcapping": 10.0}
-    granite, gemma = (Trainer(config(kind, **both)) for kind in ("Granite", "Gemma2"))
+    granite, gemma = (TrainerModel(config(kind, **both)) for kind in ("Granite", "Gemma2"))
     assert (granite.option("logits_scaling"), granite.option("final_logit_softcapping")) == (3.0, None)
     assert (gemma.option("logits_scaling"), gemma.option("final_logit_softcapping")) == (None, 10.0)
 
@@ -109,9 +109,9 @@ def test_nothing_stays() -> None:
 
     given = config("Llama")
     before, known = given.to_dict(), list(ALL_ATTENTION_FUNCTIONS)
-    Trainer(given)
+    TrainerModel(given)
     with pytest.raises(RefusedError):
-        Trainer(config("Doge"))
+        TrainerModel(config("Doge"))
     assert given.to_dict() == before
     assert given._attn_implementation is None
     assert list(ALL_ATTENTION_FUNCTIONS) == known

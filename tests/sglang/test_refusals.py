@@ -80,7 +80,7 @@ def test_layers(start: Start) -> None:
     made = start("qwen3")
     runner = made.runner
     model, config = runner.model, runner.model_config.hf_text_config
-    check_model(model, config, 128)
+    check_model(model, config)
     layer = model.model.layers[1]
 
     class Own(RMSNorm):
@@ -96,16 +96,15 @@ def test_layers(start: Start) -> None:
         (layer.self_attn.q_norm, "variance_size_override", 16, r"self_attn.q_norm .*a part of the row"),
         (attention, "attn_type", AttentionType.ENCODER_ONLY, r"self_attn.attn .*not a decoder's"),
         (attention, "k_scale", object(), r"self_attn.attn .*scaled"),
-        (attention, "sliding_window_size", 7, r"its window is 8 keys, and that of transformers not limited"),
         (model, "__class__", type("GPT2LMHeadModel", (type(model),), {}), r"architecture GPT2LMHeadModel"),
     ]
     for of, name, value, said in changes:
         before = getattr(of, name)
         setattr(of, name, value)
         with pytest.raises(RefusedError, match=said):
-            check_model(model, config, 128)
+            check_model(model, config)
         setattr(of, name, before)
-    check_model(model, config, 128)
+    check_model(model, config)
     model.samebits_checked = False
     with pytest.raises(RefusedError, match="past the check"):
         SamebitsBackend(runner)
@@ -115,9 +114,38 @@ def test_layers(start: Start) -> None:
         SamebitsBackend(SimpleNamespace(model=model, token_to_kv_pool=pool, page_size=16))
 
 
+def test_layers_of_another_model(start: Start) -> None:
+    """Each is changed, refused with what ``transformers`` has, and changed back."""
+    from samebits.engines.trainer import TrainerModel
+    from samebits.sglang.covered import check_against
+
+    runner = start("qwen3").runner
+    model, trainer = runner.model, TrainerModel(runner.model_config.hf_text_config)
+    layer = model.model.layers[1]
+    own = layer.self_attn.attn
+    changes: list[tuple[Any, str, Any, str]] = [
+        (own, "tp_q_head_num", 2, r"layers.1.self_attn.attn .*: heads is 2, and in transformers 4"),
+        (own, "tp_k_head_num", 1, r"layers.1.self_attn.attn .*: kv_heads is 1, and in transformers 2"),
+        (own, "head_dim", 64, r"layers.1.self_attn.attn .*: size is 64, and in transformers 32"),
+        (own, "sliding_window_size", 7, r"layers.1.self_attn.attn .*: window is 8, and in transformers None"),
+        (own, "scaling", 0.5, r"layers.1.self_attn.attn .*: scale is 0.5, and in transformers 0.17"),
+        (own, "logit_cap", 5.0, r"layers.1.self_attn.attn .*: softcap is 5.0, and in transformers 0.0"),
+        (layer.self_attn.q_norm, "variance_epsilon", 1e-3, r"layers.1.self_attn.q_norm .*: eps is 0.001"),
+        (trainer, "biases", {(1, "down_proj"): {True}}, r"layers.1.mlp.down_proj .*: bias is False, and in"),
+        (trainer, "tied", True, r"the head: tie_word_embeddings is False, and in transformers True"),
+        (trainer, "attention", {}, r"layers.0.self_attn.attn .*: its attention is there, and in .* nowhere"),
+    ]
+    for of, name, value, said in changes:
+        with pytest.MonkeyPatch.context() as changed:
+            changed.setattr(of, name, value)
+            with pytest.raises(RefusedError, match=said):
+                check_against(model, trainer, 128)
+    check_against(model, trainer, 128)
+
+
 def test_a_window_that_sglang_does_not_have(start: Start) -> None:
     """Its Llama, which runs Mistral, knows no window."""
-    with pytest.raises(RefusedError, match=r"layers.0.self_attn.attn .*and that of transformers 16 keys"):
+    with pytest.raises(RefusedError, match=r"layers.0.self_attn.attn .*and in transformers 16.*length of 16"):
         start("mistral")
 
 
@@ -139,7 +167,7 @@ def test_experts(start: Start) -> None:
         set_experts(model, config)
     config.clip_qkv = 8.0
     with pytest.raises(RefusedError, match=r"clip_qkv=8.0: SGLang's OlmoeForCausalLM does not look at it"):
-        check_model(model, config, 128)
+        check_model(model, config)
 
 
 def test_layers_without_experts_that_sglang_does_not_have(start: Start) -> None:

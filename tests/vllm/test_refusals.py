@@ -141,11 +141,11 @@ def test_layers(loaded: tuple[Any, Any]) -> None:
 
 def test_layers_of_another_model(loaded: tuple[Any, Any]) -> None:
     """Each is changed, refused with what ``transformers`` has, and changed back."""
-    from samebits.engines.trainer import Trainer
+    from samebits.engines.trainer import TrainerModel
     from samebits.vllm.covered import check_against
 
     model, config = loaded
-    layer, trainer = model.model.layers[1], Trainer(config.model_config.hf_text_config)
+    layer, trainer = model.model.layers[1], TrainerModel(config.model_config.hf_text_config)
     own = layer.self_attn.attn.impl
     changes: list[tuple[Any, str, Any, str]] = [
         (own, "num_heads", 2, r"layers.1.self_attn.attn .*: heads is 2, and in transformers 4"),
